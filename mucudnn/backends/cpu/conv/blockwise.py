@@ -275,7 +275,8 @@ _Step = Callable[[int], None]
 class Blockwise:
     """The products of one problem, or of some of its samples.
 
-    `room` is the number of elements of a worker's buffer.
+    `room` is the number of elements of a worker's buffer; `needs_no_room` is True if
+    none is needed.
     """
 
     def __init__(self, problem: ConvProblem, room: int) -> None:
@@ -296,13 +297,10 @@ class Blockwise:
 
         # Sixths of the buffer for patches, a zero-padded copy and a product.
         shares = (4, 2, 0) if self._direct else (2, 2, 2)
+        # 1×1 filters need no buffer if BLAS accumulates.
+        self.needs_no_room = self._direct and self._pixelwise
         sixth = 0 if self.needs_no_room else room // 6
         self._sizes = [share * sixth for share in shares]
-
-    @property
-    def needs_no_room(self) -> bool:
-        """True if no buffer is needed: filters are 1×1, and BLAS accumulates."""
-        return self._direct and self._pixelwise
 
     def run(
         self,

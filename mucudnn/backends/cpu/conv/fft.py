@@ -8,7 +8,6 @@ with the square of the length, which limits the image size.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import methodcaller
 from typing import Any
 
@@ -39,12 +38,13 @@ _LONGEST = 512  # points; beyond, a table outgrows the cache and tiles are faste
 
 def _fft_kernel(problem: ConvProblem, workers: int) -> "Spectral":
     rank = len(problem.stride)
-    axes = (whole_axis(problem, i) for i in reversed(range(rank)))
-    return Spectral(problem, workers, tuple(axes))
+    axes = [whole_axis(problem, i) for i in reversed(range(rank))]
+    return Spectral(problem, workers, axes)
 
 
 def _fft_excluded(problem: ConvProblem) -> str | None:
-    for i, axis in enumerate(reversed(_fft_kernel(problem, 1).axes)):
+    for i in range(len(problem.stride)):
+        axis = whole_axis(problem, i)
         if axis.length > _LONGEST:
             return (
                 f"spatial axis {i} of x {problem.x_shape} needs a transform of "
@@ -66,8 +66,8 @@ _TILE = {1: 32, 2: 32, 3: 16}  # points per axis, by the number of spatial axes
 
 def _tiling_kernel(problem: ConvProblem, workers: int) -> "Spectral":
     rank = len(problem.stride)
-    axes = (tiled_axis(problem, i, _TILE[rank]) for i in reversed(range(rank)))
-    return Spectral(problem, workers, tuple(axes))
+    axes = [tiled_axis(problem, i, _TILE[rank]) for i in reversed(range(rank))]
+    return Spectral(problem, workers, axes)
 
 
 def _tiling_excluded(problem: ConvProblem) -> str | None:
@@ -175,18 +175,21 @@ _Job = tuple[Separable, Sequence[Any], Any]
 """Transform, its tables, spectrum."""
 
 
-@dataclass(frozen=True)
 class Spectral:
     """A convolution whose spatial axes, innermost first, have been cut into tiles."""
 
-    problem: ConvProblem
-    workers: int
-    axes: tuple[Axis, ...]
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Exact workspace in bytes."""
-        return nbytes(self._regions)
+    def __init__(
+        self, problem: ConvProblem, workers: int, axes: Sequence[Axis]
+    ) -> None:
+        self.problem, self._axes = problem, axes
+        self._lengths = tuple(axis.length for axis in axes)
+        self._x = self._separable(problem.x_shape, [axis.x for axis in axes])
+        self._y = self._separable(problem.y_shape, [axis.y for axis in axes])
+        tiles = math.prod(len(axis.x) for axis in axes)
+        count = sum(frequencies(self._lengths))
+        self._products = Products(problem, count, problem.batch * tiles)
+        self._regions = self._list_regions(workers)
+        self.nbytes = nbytes(self._regions)
 
     def run(
         self, arrays: Arrays, workspace: Any, workers: Workers, accumulate: bool
@@ -228,14 +231,6 @@ class Spectral:
         products.apply(workers, basis, flat, target, self._stored(b), kernel, scratch)
         _transform(workers, scratch, result, out, back)
 
-    @cached_property
-    def _x(self) -> Separable:
-        return self._separable(self.problem.x_shape, [axis.x for axis in self.axes])
-
-    @cached_property
-    def _y(self) -> Separable:
-        return self._separable(self.problem.y_shape, [axis.y for axis in self.axes])
-
     def _separable(
         self, shape: tuple[int, ...], windows: Sequence[tuple[Window, ...]]
     ) -> Separable:
@@ -249,16 +244,6 @@ class Spectral:
             dtype=self.problem.dtype,
         )
 
-    @cached_property
-    def _lengths(self) -> tuple[int, ...]:
-        return tuple(axis.length for axis in self.axes)
-
-    @cached_property
-    def _products(self) -> "Products":
-        tiles = math.prod(len(axis.x) for axis in self.axes)
-        count = sum(frequencies(self._lengths))
-        return Products(self.problem, count, self.problem.batch * tiles)
-
     def _stored(self, w: Any) -> Any:
         """Return a filter's view in the order of its memory."""
         return np.moveaxis(w, 1, -1) if self.problem.layout == "NHWC" else w
@@ -267,10 +252,9 @@ class Spectral:
         p = self.problem
         return basis_scratch(self._lengths, p.w_shape[:1:-1], p.dtype)
 
-    @cached_property
-    def _regions(self) -> list[Region]:
+    def _list_regions(self, nworkers: int) -> list[Region]:
         """List basis, spectra, scratch a worker, tables, filter or partial sums."""
-        p, products, nworkers = self.problem, self._products, self.workers
+        p, products = self.problem, self._products
         each = max(
             *(nbytes(s.scratch(*s.chunk_shape(nworkers))) for s in (self._x, self._y)),
             nbytes(products.scratch()),
@@ -278,7 +262,7 @@ class Spectral:
         )
         tables = [
             ((axis.length, len(at)), p.dtype)
-            for axis in self.axes
+            for axis in self._axes
             for at in (axis.x_at, axis.y_at, axis.w_at)
         ]
         spectra, scratch = (self._x.spectrum, self._y.spectrum), (nworkers, each)
@@ -288,7 +272,7 @@ class Spectral:
     def _fill_tables(self, tables: Sequence[Any]) -> None:
         """Fill the tables of x, y and w per axis; inverse ones for the result."""
         direction = self.problem.direction
-        for i, axis in enumerate(self.axes):
+        for i, axis in enumerate(self._axes):
             back = {"scale": 1 / axis.length, "pair": 2.0 if i == 0 else 1.0}
             x, y, w = tables[3 * i : 3 * i + 3]
             to_x = direction is Direction.BACKWARD_DATA
@@ -335,7 +319,6 @@ _ROWS = 256  # samples and tiles whose products are summed while they are in the
 _PIECE = 16  # output channels of the filter that are copied at a time
 
 
-@dataclass(frozen=True, slots=True)
 class Products:
     """The multiplication of the spectra of one problem.
 
@@ -343,27 +326,14 @@ class Products:
     times tiles; the basis is (frequencies, 2, taps).
     """
 
-    problem: ConvProblem
-    frequencies: int
-    rows: int
-
-    @property
-    def _weights(self) -> int:
-        return math.prod(self.problem.w_shape[:2])
-
-    @property
-    def _taps(self) -> int:
-        return math.prod(self.problem.w_shape[2:])
-
-    @property
-    def _channels_last(self) -> bool:
-        """True if channels are the last axis of the filter in memory."""
-        return self.problem.layout == "NHWC" and self.problem.w_shape[1] > 1
-
-    @property
-    def _block(self) -> int:
-        each = sum(map(math.prod, self._arrays(1))) * self.problem.itemsize
-        return min(max(_BLOCK_BYTES // each, _LEAST), self.frequencies)
+    def __init__(self, problem: ConvProblem, frequencies: int, rows: int) -> None:
+        self.problem, self.frequencies, self.rows = problem, frequencies, rows
+        self._weights = math.prod(problem.w_shape[:2])
+        self._taps = math.prod(problem.w_shape[2:])
+        # Whether channels are the last axis of the filter in memory.
+        self._channels_last = problem.layout == "NHWC" and problem.w_shape[1] > 1
+        each = sum(map(math.prod, self._arrays(1))) * problem.itemsize
+        self._block = min(max(_BLOCK_BYTES // each, _LEAST), frequencies)
 
     def _arrays(self, block: int) -> list[tuple[int, ...]]:
         """Return the shapes of the filter's spectrum and of the products of a block."""

@@ -232,6 +232,7 @@ class Tiling:
             blocks.append(-(-size // count))
             room //= size
         self.largest = tuple(reversed(blocks))
+        self.pixels = math.prod(blocks)  # of the largest block
         self._counts = tuple(
             -(-size // block)
             for size, block in zip(self._sizes, self.largest, strict=True)
@@ -239,11 +240,6 @@ class Tiling:
 
     def __len__(self) -> int:
         return math.prod(self._counts)
-
-    @property
-    def pixels(self) -> int:
-        """Elements of the largest block."""
-        return math.prod(self.largest)
 
     def __iter__(self) -> Iterator[Cut]:
         return (self[i] for i in range(len(self)))

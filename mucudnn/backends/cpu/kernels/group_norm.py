@@ -6,7 +6,6 @@ S.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,39 +22,27 @@ from mucudnn.backends.cpu.kernels.tiles import (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Grouped:
     """Views of an operation's arrays as `shape`: (N, groups, channels of a group, S).
 
-    `affine` is the shape of gamma and beta, with an axis for the samples; with `last`
-    arrays are (N, S, C).
+    `affine` is the shape of gamma and beta, with an axis for the samples; `count` the
+    number of elements that share a mean.
     """
 
-    shape: tuple[int, int, int, int]
-    affine: tuple[int, int, int, int]
-    last: bool = False
-
-    @classmethod
-    def of(cls, x: Any, attrs: Attrs) -> "Grouped":
-        """Return the grouping of an operation's input."""
-        channels_last = bool(attrs.get("channels_last"))
-        N, C, S = as_ncs(np.moveaxis(x, -1, 1) if channels_last else x).shape
+    def __init__(self, x: Any, attrs: Attrs) -> None:
+        self._last = bool(attrs.get("channels_last"))  # then arrays are (N, S, C)
+        N, C, S = as_ncs(np.moveaxis(x, -1, 1) if self._last else x).shape
         groups = attrs["groups"]
-        shape = (N, groups, C // groups, S)
-        last = S if attrs["per_element"] else 1
-        return cls(shape, (1, groups, C // groups, last), channels_last)
+        self.shape = (N, groups, C // groups, S)
+        self.affine = (1, groups, C // groups, S if attrs["per_element"] else 1)
+        self.count = C // groups * S
 
     def view(self, array: Any) -> Any:
         """View an array in the grouped shape."""
-        if not self.last:
+        if not self._last:
             return array.reshape(self.shape)
         N, groups, channels, S = self.shape
         return array.reshape(N, S, groups, channels).transpose(0, 2, 3, 1)
-
-    @property
-    def count(self) -> int:
-        """Elements that share a mean."""
-        return self.shape[2] * self.shape[3]
 
     def groups(self, itemsize: int) -> list[tuple[slice, slice]]:
         """Return the parts of (N, groups) that workers take."""
@@ -75,7 +62,7 @@ class Grouped:
 
 def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
-    grouped = Grouped.of(call.inputs[0], call.attrs)
+    grouped = Grouped(call.inputs[0], call.attrs)
     x, y = (grouped.view(v) for v in (call.inputs[0], call.outputs[0]))
     gamma, beta = (v.reshape(grouped.affine) for v in call.inputs[1:])
     mean, inv_std = call.outputs[1:]
@@ -138,7 +125,7 @@ def group_norm_merge(call: KernelCall) -> None:
 
 def group_norm_apply(call: KernelCall) -> None:
     """Normalise a strip by the statistics of its image."""
-    grouped = Grouped.of(call.inputs[0], call.attrs)
+    grouped = Grouped(call.inputs[0], call.attrs)
     x, y = (v.reshape(grouped.shape) for v in (call.inputs[0], call.outputs[0]))
     gamma, beta = (v.reshape(grouped.affine) for v in call.inputs[1:3])
     mean, inv_std = (v[..., None, None] for v in call.inputs[3:])
@@ -183,7 +170,7 @@ def group_norm_grad_apply(call: KernelCall) -> None:
 def _gradient_operands(call: KernelCall) -> tuple[Grouped, Any, Any, Any, Any, Any]:
     """Return the grouping, and views of x, dy, gamma, mean and inv_std."""
     x, dy, gamma, mean, inv_std = call.inputs[:5]
-    grouped = Grouped.of(x, call.attrs)
+    grouped = Grouped(x, call.attrs)
     gamma = gamma.reshape(grouped.affine)
     statistics = mean[..., None, None], inv_std[..., None, None]
     return grouped, grouped.view(x), grouped.view(dy), gamma, *statistics

@@ -40,7 +40,7 @@ def max_pool(call: KernelCall) -> None:
         images = {p: windows.gather(x, p, -np.inf, scratch) for p in windows.phases()}
         best = windows.reduce(images, np.maximum, scratch)
         number = _first_equal(windows, images, best, scratch)
-        place = windows.outputs()
+        place = windows.place
         y[place] = windows.inner(best)
         # NaN equals nothing, and -inf also the padding: search again, in the image.
         if not np.isfinite(y[place]).all():
@@ -103,7 +103,7 @@ def avg_pool(call: KernelCall) -> None:
     def tile(windows: Windows) -> None:
         call.scratch.restart()
         images = {p: windows.gather(x, p, 0.0, call.scratch) for p in windows.phases()}
-        place = windows.outputs()
+        place = windows.place
         total = windows.inner(windows.reduce(images, np.add, call.scratch))
         np.divide(total, _divisors(counts, place, y.dtype), out=y[place])
 
@@ -281,50 +281,31 @@ def spatial_axes(shape: Sequence[int], out: Sequence[int], attrs: Attrs) -> list
     return [Axis(shape[0] * shape[1], out[0] * out[1]), *(Axis(*v) for v in spatial)]
 
 
-@dataclass(frozen=True)
 class Windows:
-    """Positions [start, stop) on every axis, plus those that windows reach beyond them.
+    """Positions of a tile on every axis, plus those that windows reach beyond them.
 
-    `starts` and `counts` are the first position and the number of positions of the
-    tile.
+    `place` are the tile's slices in a tensor of windows: `counts` positions from
+    `starts` on. An image of one phase has the shape `lengths`, the positions beyond
+    included, and `size` elements. `pitches` are the flat distances of neighbours along
+    each axis, and `spare` the elements that flat offsets may run past the end.
     """
 
-    axes: tuple[Axis, ...]
-    starts: tuple[int, ...]
-    counts: tuple[int, ...]
+    def __init__(self, axes: Sequence[Axis], place: Part) -> None:
+        self.axes, self.place = axes, place
+        self.starts = [s.start for s in place]
+        self.counts = [s.stop - s.start for s in place]
+        pairs = zip(axes, self.counts, strict=True)
+        self.lengths = [count + axis.reach for axis, count in pairs]
+        self.size, self.pitches = math.prod(self.lengths), _pitches(self.lengths)
+        steps = zip(axes, self.pitches, strict=True)
+        self.spare = sum(axis.reach * pitch for axis, pitch in steps)
 
     @classmethod
     def cover(
         cls, axes: Sequence[Axis], positions: Sequence[int], itemsize: int
     ) -> "list[Windows]":
         """Return tiles that cover all positions."""
-        found = []
-        for part in tiles(positions, _TILE_BYTES // itemsize):
-            starts, counts = (s.start for s in part), (s.stop - s.start for s in part)
-            found.append(cls(tuple(axes), tuple(starts), tuple(counts)))
-        return found
-
-    @functools.cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Shape of an image of one phase: the positions and those beyond."""
-        pairs = zip(self.axes, self.counts, strict=True)
-        return tuple(count + axis.reach for axis, count in pairs)
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Elements of one image."""
-        return math.prod(self.lengths)
-
-    @functools.cached_property
-    def pitches(self) -> tuple[int, ...]:
-        """Flat distance of neighbours along each axis."""
-        return _pitches(self.lengths)
-
-    @functools.cached_property
-    def spare(self) -> int:
-        """Elements that flat offsets may run past the end."""
-        pairs = zip(self.axes, self.pitches, strict=True)
-        return sum(axis.reach * pitch for axis, pitch in pairs)
+        return [cls(axes, part) for part in tiles(positions, _TILE_BYTES // itemsize)]
 
     def phases(self) -> Iterator[tuple[int, ...]]:
         """Yield every phase that a window touches."""
@@ -342,11 +323,6 @@ class Windows:
         """Return one element of every window, flat, from the images by phase."""
         phase, offset = self.locate(tap)
         return images[phase][offset : offset + self.size]
-
-    def outputs(self) -> Part:
-        """Return the tile's slices in a tensor of windows."""
-        pairs = zip(self.starts, self.counts, strict=True)
-        return tuple(slice(start, start + count) for start, count in pairs)
 
     def inner(self, flat: Any) -> Any:
         """Return the positions of an image, without the rest of its rows."""
