@@ -73,9 +73,8 @@ def per_slice(plan: ConvPlan, library: Library) -> list[Call]:
     if not plan.divided:
         return calls
     sums = plan.problem.direction is Direction.BACKWARD_FILTER
-    windows = (window for window, _ in plan.slices())
-    pairs = zip(calls, windows, strict=True)
-    return [_on_slice(call, window, sums) for call, window in pairs]
+    pairs = zip(calls, plan.slices(), strict=True)
+    return [_on_slice(call, window, sums) for call, (window, _) in pairs]
 
 
 def _on_slice(kernel: Call, window: slice, sums: bool) -> Call:

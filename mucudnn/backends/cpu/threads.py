@@ -163,9 +163,8 @@ class Workers:
     def ranges(self, total: int, fn: Callable[[int, int, int], None]) -> None:
         """Call `fn(worker, start, stop)` once a worker, over equal, fixed shares."""
         step = max(1, -(-total // self.count))
-        shares = [(i, min(i + step, total)) for i in range(0, total, step)]
-        indexed = list(enumerate(shares))
-        self.each(indexed, lambda _, item: fn(item[0], item[1][0], item[1][1]))
+        starts = range(0, total, step)
+        self.each(starts, lambda _, i: fn(i // step, i, min(i + step, total)))
 
 
 # Matrix products that accumulate into a submatrix, through NumPy's own BLAS library.

@@ -304,7 +304,7 @@ UIDS: Mapping[str, int] = {"x": 1, "w": 2, "y": 3}
 BIAS_UID = 4
 """Id of the bias in a variant pack, beside those of the other tensors."""
 
-_PRODUCT, _SUM = 5, 6  # ids of the virtual tensors, which are in no variant pack
+_PRODUCT, _SUM = 5, 6  # ids of the virtual tensors, which are never in memory
 
 NODES: Mapping[Direction, tuple[DescriptorType, str, str]] = {
     Direction.FORWARD: (
@@ -360,13 +360,12 @@ def bias_relu_graph(
     calls, problem = session.calls, as_planar(problem)
     wide, y = compute_type(problem), problem.y_shape
 
-    def between(uid: int) -> Descriptor:
-        return _tensor(calls, problem, uid, y, alignment, wide, virtual=True)
-
     def stored(name: str, shape: tuple[int, ...]) -> Descriptor:
         return _tensor(calls, problem, UIDS[name], shape, alignment)
 
-    product, total = between(_PRODUCT), between(_SUM)
+    product, total = (
+        _tensor(calls, problem, uid, y, alignment, wide) for uid in (_PRODUCT, _SUM)
+    )
     of_channels = 1, y[1], *(1 for _ in y[2:])
     b = _tensor(calls, problem, BIAS_UID, of_channels, alignment, DATA_TYPES[bias])
     tensors = stored("x", problem.x_shape), stored("w", problem.w_shape), product
@@ -418,19 +417,16 @@ def _tensor(
     shape: tuple[int, ...],
     alignment: int,
     data_type: DataType | None = None,
-    *,
-    virtual: bool = False,
 ) -> Descriptor:
     """Return the finalized descriptor of a dense tensor (N, C, *spatial).
 
-    `problem` has the layout, and the type unless given. A virtual tensor is an
-    intermediate that is never in memory.
+    `problem` has the layout, and the type unless given.
     """
     tensor = Descriptor(calls, DescriptorType.TENSOR)
     kind = DATA_TYPES[problem.dtype] if data_type is None else data_type
     tensor.set(Attribute.TENSOR_DATA_TYPE, kind)
-    if virtual:
-        tensor.set(Attribute.TENSOR_IS_VIRTUAL, virtual)
+    if uid in (_PRODUCT, _SUM):
+        tensor.set(Attribute.TENSOR_IS_VIRTUAL, True)
     tensor.set(Attribute.TENSOR_UNIQUE_ID, uid)
     tensor.set(Attribute.TENSOR_BYTE_ALIGNMENT, alignment)
     tensor.set(Attribute.TENSOR_DIMENSIONS, *shape)
