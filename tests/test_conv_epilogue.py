@@ -241,7 +241,7 @@ def test_the_arithmetic_and_the_workspace_of_the_plan_are_kept(library):
     work.bind(8)()
     assert [e.algo[0] for e in library.executions] == [1, 0]
     assert work.bind(8, math_mode=TF32, workspace=1024) is None
-    rows = work.conv.fused_rows(work.problem, "float32")
+    rows = work.conv.graph_rows(work.problem, "float32")
     assert DOWN_CONVERT in {row.traits.math_mode for row in rows.values()}
     assert work.agrees()
 
@@ -382,12 +382,12 @@ def test_cudnn_has_engines_for_it(dtype, layout, cudnn_library):
     )
 
     def listed(graph):
-        return engines(session.calls, graph, session.description, dtype)
+        return engines(session, graph, dtype)
 
     def with_bias(kind):
-        return listed(bias_relu_graph(session.calls, problem, kind, alignment=16))
+        return listed(bias_relu_graph(session, problem, kind, alignment=16))
 
-    plain = listed(operation_graph(session.calls, problem, accumulate=False))
+    plain = listed(operation_graph(session, problem, accumulate=False))
     own = with_bias(dtype)
     assert len(plain) > len(own) > 30
     # A bias in float32 beside halves: few engines, and none with channels first.

@@ -194,7 +194,8 @@ def test_sizes_must_agree():
 
 
 def test_virtual_engines_work_beside_computations():
-    device = VirtualDevice(out_bytes_per_ms=4, in_bytes_per_ms=8)
+    device = VirtualDevice()
+    device.rates = {"out": Fraction(4), "back": Fraction(8)}
     copier = device.copier()
     large, small = VirtualArray((40,)), VirtualArray((8,))
     device.advance(1)

@@ -51,10 +51,8 @@ def listed(h200):
     session = h200.conv.session
 
     def of(problem, **options):
-        graph = operation_graph(
-            session.calls, problem, **{"accumulate": False, **options}
-        )
-        return engines(session.calls, graph, session.description, problem.dtype)
+        graph = operation_graph(session, problem, **{"accumulate": False, **options})
+        return engines(session, graph, problem.dtype)
 
     return of
 
@@ -85,13 +83,13 @@ def check_rows(h200, problem, least):
     session = h200.conv.session
     # A filter gradient's engine has enough to add to earlier micro-batches as well.
     ways = (False, True) if problem.direction is Direction.BACKWARD_FILTER else (False,)
-    graphs = [operation_graph(session.calls, problem, accumulate=way) for way in ways]
+    graphs = [operation_graph(session, problem, accumulate=way) for way in ways]
     for name, nbytes in plain.items():
         assert engine_name(*parse_engine_name(name)) == name
         sizes = []
         for graph in graphs:
             with suppress(MucudnnError):  # a few engines cannot add
-                config = configuration(session.calls, graph, session.description, name)
+                config = configuration(session, graph, name)
                 kind = AttributeType.INT64
                 sizes += config.get(Attribute.ENGINECFG_WORKSPACE_SIZE, kind)
         assert max(sizes) == nbytes, name
@@ -254,12 +252,12 @@ def test_half_sums_are_marked(direction, h200):
 def test_nearly_every_engine_adds_to_its_output(dtype, layout, direction, h200, listed):
     problem = conv2(8, direction, dtype=dtype, layout=layout)
     session = h200.conv.session
-    graph = operation_graph(session.calls, problem, accumulate=True)
-    names = [engine.name for engine in listed(problem)]
+    graph = operation_graph(session, problem, accumulate=True)
+    names = list(listed(problem))
     refused = []
     for name in names:
         try:
-            configuration(session.calls, graph, session.description, name)
+            configuration(session, graph, name)
         except MucudnnError:
             refused.append(name)
     assert len(refused) <= len(names) / 10, refused

@@ -2,6 +2,7 @@ import math
 import time
 import weakref
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -438,7 +439,8 @@ def test_copies_that_nobody_waits_for_end_with_the_step(cpu):
 
 def null_bench(training, out_rate, in_rate):
     """A bench whose profile is what the null backend takes."""
-    device = VirtualDevice(out_bytes_per_ms=out_rate, in_bytes_per_ms=in_rate)
+    device = VirtualDevice()
+    device.rates = {"out": Fraction(out_rate), "back": Fraction(in_rate)}
     backend = Backend("null", device, NullConv(device), kernels=NullKernels(device))
     bench = Bench.of(training, backend, rates=(out_rate, in_rate))
     for name, plan in bench.plans.items():

@@ -108,11 +108,6 @@ KernelArguments = tuple[_Arrays, _Arrays, _Attrs, Buffer | None]
 """Inputs, outputs, attributes and workspace of one call."""
 
 
-def no_workspace(inputs: _Specs, outputs: _Specs, attrs: _Attrs) -> int:
-    """Return 0, for kernels that need no workspace."""
-    return 0
-
-
 @dataclass(frozen=True)
 class Kernel:
     """An operation of a training step; convolutions have plans instead.
@@ -131,7 +126,7 @@ class Kernel:
     """
 
     run: Callable[[_Arrays, _Arrays, _Attrs, Buffer | None], None]
-    workspace: Callable[[_Specs, _Specs, _Attrs], int] = no_workspace
+    workspace: Callable[[_Specs, _Specs, _Attrs], int] = lambda *_: 0
     prebind: Callable[[_Arrays, _Arrays, _Attrs, Buffer | None], _Call] | None = None
     run_batched: Callable[[Sequence[KernelArguments]], _Call] | None = None
     flags: tuple[int, ...] = ()

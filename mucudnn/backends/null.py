@@ -12,6 +12,7 @@ from mucudnn.backends.plan_runner import Call, PlanRunner, per_step
 from mucudnn.backends.virtual import (
     VirtualArray as NullArray,
     VirtualDevice as NullDevice,
+    run_kernel,
 )
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.conv import ConvProblem
@@ -42,30 +43,18 @@ class NullConv:
         """Return the default traits."""
         return Traits()
 
-    def run(
-        self,
-        problem: ConvProblem,
-        algo: str,
-        a: Any,
-        b: Any,
-        out: Any,
-        workspace: Any,
-        *,
-        accumulate: bool = False,
-    ) -> None:
-        """Advance the clock by the cost."""
-        self.kernel(problem, algo)(a, b, out, workspace, accumulate)
+    run = run_kernel
 
     def kernel(self, problem: ConvProblem, algo: str) -> Call:
         """Return a prepared kernel."""
-        return self._device.kernel(problem, algo, *_cost(problem, algo))
+        if algo not in _MS_PER_SAMPLE:
+            raise UnsupportedError(f"null backend has no algorithm {algo!r}")
+        ms = problem.batch * _MS_PER_SAMPLE[algo] + _LAUNCH_MS
+        nbytes = dict(self.algorithms(problem))[algo]
+        return self._device.kernel(problem, algo, nbytes, ms)
 
 
-def _cost(problem: ConvProblem, algo: str) -> tuple[int, float]:
-    if algo not in _MS_PER_SAMPLE:
-        raise UnsupportedError(f"null backend has no algorithm {algo!r}")
-    nbytes = _FAST_BYTES_PER_SAMPLE * problem.batch if algo == "FAST" else 0
-    return nbytes, problem.batch * _MS_PER_SAMPLE[algo] + _LAUNCH_MS
+_Arrays = Sequence[NullArray]
 
 
 class NullKernels(Mapping[str, Kernel]):
@@ -85,11 +74,7 @@ class NullKernels(Mapping[str, Kernel]):
         return 0
 
     def _run(
-        self,
-        inputs: Sequence[NullArray],
-        outputs: Sequence[NullArray],
-        attrs: Mapping[str, Any],
-        workspace: Any,
+        self, inputs: _Arrays, outputs: _Arrays, attrs: Any, workspace: Any
     ) -> None:
         # Bandwidth-bound, like most kernels of a step.
         nbytes = sum(array.nbytes for array in (*inputs, *outputs))

@@ -20,15 +20,25 @@ Library = Callable[[ConvProblem, str], Call]
 
 
 class PlanRunner:
-    """The calls of a plan, one per micro-batch on the whole operands; see `Runner`."""
+    """The calls of a plan, one per micro-batch on the whole operands; see `Runner`.
 
-    def __init__(self, plan: ConvPlan, calls: Sequence[Call]) -> None:
+    `views` checks the operands of each run, and returns those that the calls take.
+    """
+
+    def __init__(
+        self,
+        plan: ConvPlan,
+        calls: Sequence[Call],
+        views: Callable[[Any, Any, Any], tuple[Any, Any, Any]] | None = None,
+    ) -> None:
         self.plan = plan
-        self._calls = tuple(calls)
+        self._calls, self._views = tuple(calls), views
 
     def run(self, a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
         """See `Runner.run`."""
         done = 0
+        if self._views is not None:
+            a, b, out = self._views(a, b, out)
         try:
             for call in self._calls:
                 call(a, b, out, workspace, accumulate)
@@ -63,9 +73,8 @@ def per_slice(plan: ConvPlan, library: Library) -> list[Call]:
     if not plan.divided:
         return calls
     sums = plan.problem.direction is Direction.BACKWARD_FILTER
-    windows = (window for window, _ in plan.slices())
-    pairs = zip(calls, windows, strict=True)
-    return [_on_slice(call, window, sums) for call, window in pairs]
+    pairs = zip(calls, plan.slices(), strict=True)
+    return [_on_slice(call, window, sums) for call, (window, _) in pairs]
 
 
 def _on_slice(kernel: Call, window: slice, sums: bool) -> Call:

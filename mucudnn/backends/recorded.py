@@ -10,11 +10,11 @@ tuner, measuring through it, reproduces the machine's measurements and plans any
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mucudnn.backends.base import Backend
 from mucudnn.backends.plan_runner import Call, PlanRunner, per_step
-from mucudnn.backends.virtual import VirtualDevice
+from mucudnn.backends.virtual import VirtualDevice, run_kernel
 from mucudnn.errors import BackendUnavailableError, UnsupportedError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
@@ -85,19 +85,7 @@ class RecordedConv:
         """See `Verdict.ratio`; None if the plans were not run whole."""
         return self._verdicts.get((problem, signature))
 
-    def run(
-        self,
-        problem: ConvProblem,
-        algo: str,
-        a: Any,
-        b: Any,
-        out: Any,
-        workspace: Any,
-        *,
-        accumulate: bool = False,
-    ) -> None:
-        """Advance the clock by the recorded time; see `ConvLibrary.run` for errors."""
-        self.kernel(problem, algo)(a, b, out, workspace, accumulate)
+    run = run_kernel
 
     def kernel(self, problem: ConvProblem, algo: str) -> Call:
         """Return a prepared recorded kernel."""

@@ -5,7 +5,6 @@ and the target, a part of the result. The backend does the copying.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 _Inputs = Sequence[Any]
@@ -52,14 +51,12 @@ def _along(axis: int, start: int, stop: int) -> tuple[slice, ...]:
     return (*[slice(None)] * axis, slice(start, stop))
 
 
-SHAPING: Mapping[str, Copies] = MappingProxyType(
-    {
-        "cast": lambda inputs, y, attrs: iter([(inputs[0], y)]),
-        "concat": _concat,
-        "fill": lambda inputs, y, attrs: iter([(attrs["value"], y)]),
-        "identity": lambda inputs, y, attrs: iter([(inputs[0], y)]),
-        "pad": _pad,
-        "slice": _slice,
-    }
-)
+SHAPING: Mapping[str, Copies] = {
+    "cast": lambda inputs, y, attrs: iter([(inputs[0], y)]),
+    "concat": _concat,
+    "fill": lambda inputs, y, attrs: iter([(attrs["value"], y)]),
+    "identity": lambda inputs, y, attrs: iter([(inputs[0], y)]),
+    "pad": _pad,
+    "slice": _slice,
+}
 """Operation name to its copies."""

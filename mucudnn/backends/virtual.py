@@ -46,23 +46,20 @@ class VirtualArray:
 class VirtualDevice:
     """A device whose clock moves only when a kernel runs or waits for a copy.
 
-    Fingerprint and description are those of the machine it represents.
+    Fingerprint and description are those of the machine it represents. `now` is the
+    virtual time in ms, `rates` those of copies in bytes per ms.
     """
 
     def __init__(
-        self,
-        fingerprint: str = "null",
-        description: Mapping[str, str] | None = None,
-        *,
-        out_bytes_per_ms: float = LINK_BYTES_PER_MS,
-        in_bytes_per_ms: float = LINK_BYTES_PER_MS,
+        self, fingerprint: str = "null", description: Mapping[str, str] | None = None
     ) -> None:
         self.fingerprint = fingerprint
         self._description = dict(description or {})
-        self._clock = Clock()
         # Exact fractions: rounded sums would depend on the order in which times are
         # added.
-        self._rates = Fraction(out_bytes_per_ms), Fraction(in_bytes_per_ms)
+        self.now = Fraction(0)
+        self.rates: Mapping[Way, Fraction]
+        self.rates = dict.fromkeys(("out", "back"), Fraction(LINK_BYTES_PER_MS))
 
     def description(self) -> Mapping[str, str]:
         """Return the description of the represented machine."""
@@ -71,11 +68,11 @@ class VirtualDevice:
     @property
     def now_ms(self) -> float:
         """Virtual time in ms."""
-        return float(self._clock.now)
+        return float(self.now)
 
     def advance(self, ms: float | Fraction) -> None:
         """Advance the clock."""
-        self._clock.now += ms if isinstance(ms, Fraction) else Fraction(ms)
+        self.now += ms if isinstance(ms, Fraction) else Fraction(ms)
 
     def kernel(self, problem: ConvProblem, algo: str, nbytes: int, ms: float) -> Call:
         """Return a kernel that takes `ms`, and `nbytes` of workspace or BackendError.
@@ -140,11 +137,11 @@ class VirtualDevice:
 
     def begin(self, launches: int = 1) -> Fraction:
         """Return the virtual time; launches take none."""
-        return self._clock.now
+        return self.now
 
     def record(self) -> Fraction:
         """Return the virtual time."""
-        return self._clock.now
+        return self.now
 
     def elapsed_ms(self, start: Fraction, stop: Fraction) -> float:
         """Return the virtual time between two marks."""
@@ -156,11 +153,29 @@ class VirtualDevice:
 
     def copier(self) -> "VirtualCopier":
         """Return two copy engines on this device's clock."""
-        return VirtualCopier(self._clock, *self._rates)
+        return VirtualCopier(self)
 
     def peer(self, index: int, nbytes: int) -> "VirtualPeer":
         """Return virtual memory of another virtual device."""
         return VirtualPeer(f"peer:{index}", nbytes)
+
+
+def run_kernel(
+    self: Any,
+    problem: ConvProblem,
+    algo: str,
+    a: Any,
+    b: Any,
+    out: Any,
+    workspace: Any,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """Advance the clock by a kernel's time: the method `ConvLibrary.run` of a library.
+
+    The library's method `kernel` prepares the kernel.
+    """
+    self.kernel(problem, algo)(a, b, out, workspace, accumulate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,26 +197,12 @@ class VirtualPeer:
         """Do nothing: no memory is held."""
 
 
-# Simulated copies: the clocks of two copy engines.
-
-
-@dataclass(slots=True)
-class Clock:
-    """Virtual time of the compute queue in ms, exact as a fraction."""
-
-    now: Fraction = Fraction(0)
-
-
 class VirtualCopier:
     """Two copy engines with a queue each; a ticket is the end time of its copy."""
 
-    def __init__(
-        self, clock: Clock, out_bytes_per_ms: Fraction, in_bytes_per_ms: Fraction
-    ) -> None:
-        self._clock = clock
-        self._rates: dict[Way, Fraction]
-        self._rates = {"out": out_bytes_per_ms, "back": in_bytes_per_ms}
-        self._free = dict.fromkeys(self._rates, Fraction(0))
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+        self._free: dict[Way, Fraction] = dict.fromkeys(device.rates, Fraction(0))
         self._closed = False
 
     def out(self, source: Any, target: Any, after: Sequence[Fraction] = ()) -> Fraction:
@@ -220,11 +221,11 @@ class VirtualCopier:
 
     def wait(self, ticket: Fraction) -> None:
         """Advance the clock to the end of the copy."""
-        self._clock.now = max(self._clock.now, ticket)
+        self._device.now = max(self._device.now, ticket)
 
     def finish(self) -> None:
         """Advance the clock to the end of both queues."""
-        self._clock.now = max(self._clock.now, *self._free.values())
+        self._device.now = max(self._device.now, *self._free.values())
 
     def close(self) -> None:
         """Refuse further copies."""
@@ -239,6 +240,6 @@ class VirtualCopier:
             raise BackendError(
                 f"a copy of {source.nbytes} bytes was given {target.nbytes}"
             )
-        start = max(self._clock.now, self._free[way], *after)
-        self._free[way] = start + source.nbytes / self._rates[way]
+        start = max(self._device.now, self._free[way], *after)
+        self._free[way] = start + source.nbytes / self._device.rates[way]
         return self._free[way]

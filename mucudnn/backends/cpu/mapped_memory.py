@@ -90,7 +90,14 @@ class _Addresses:
 
     def __init__(self, nbytes: int, memory: CpuMappedMemory) -> None:
         self.nbytes, self._memory = nbytes, memory
-        self.start = _reserve(nbytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        self.start: int = _libc().mmap(None, nbytes, _NO_ACCESS, flags, -1, 0)
+        if self.start == _FAILED:
+            why = os.strerror(ctypes.get_errno())
+            raise OutOfMemoryError(
+                f"no room for {exact_bytes(nbytes)} of addresses: {why}; `ulimit -v` "
+                "limits them, and the static placement needs fewer"
+            )
         end = weakref.finalize(self, _libc().munmap, self.start, nbytes)
         end.atexit = False  # arrays may be read until the process ends
 
@@ -102,18 +109,6 @@ class _Addresses:
             "data": (self.start, False),
             "version": 3,
         }
-
-
-def _reserve(nbytes: int) -> int:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    start: int = _libc().mmap(None, nbytes, _NO_ACCESS, flags, -1, 0)
-    if start == _FAILED:
-        why = os.strerror(ctypes.get_errno())
-        raise OutOfMemoryError(
-            f"no room for {exact_bytes(nbytes)} of addresses: {why}; `ulimit -v` "
-            "limits them, and the static placement needs fewer"
-        )
-    return start
 
 
 def _map(start: int, nbytes: int, fd: int, offset: int) -> None:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,9 +163,8 @@ class Workers:
     def ranges(self, total: int, fn: Callable[[int, int, int], None]) -> None:
         """Call `fn(worker, start, stop)` once a worker, over equal, fixed shares."""
         step = max(1, -(-total // self.count))
-        shares = [(i, min(i + step, total)) for i in range(0, total, step)]
-        indexed = list(enumerate(shares))
-        self.each(indexed, lambda _, item: fn(item[0], item[1][0], item[1][1]))
+        starts = range(0, total, step)
+        self.each(starts, lambda _, i: fn(i // step, i, min(i + step, total)))
 
 
 # Matrix products that accumulate into a submatrix, through NumPy's own BLAS library.
@@ -194,21 +192,8 @@ _NAMES = (
 _LETTERS = {"float32": ("s", ctypes.c_float), "float64": ("d", ctypes.c_double)}
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """C = A B + beta C for matrices of fixed shapes and strides at any address."""
-
-    gemm: Callable[..., None]
-    layout: tuple[int, ...]
-    lds: tuple[int, int, int]
-    swapped: bool
-
-    def __call__(self, a: int, b: int, c: int, beta: float) -> None:
-        """Multiply the matrices at these addresses; the caller keeps them alive."""
-        one, two, three = self.lds
-        if self.swapped:
-            a, b = b, a
-        self.gemm(*self.layout, 1.0, a, one, b, two, beta, c, three)
+Product = Callable[[int, int, int, float], None]
+"""C = A B + beta C for matrices of fixed shapes and strides, by their addresses."""
 
 
 def numpy_blas() -> list[Any]:
@@ -234,8 +219,8 @@ def available(dtype: str) -> bool:
 def product(a: Any, b: Any, c: Any) -> Product | None:
     """Prepare products of matrices (m, k) (k, n) of these strides; None if impossible.
 
-    Each is contiguous along one axis, as made by `as_matrix`. None: no library
-    multiplies this type.
+    Each is contiguous along one axis, as made by `as_matrix`, and kept alive by the
+    caller. None: no library multiplies this type.
     """
     if (gemm := _gemm(c.dtype.name)) is None:
         return None
@@ -243,8 +228,12 @@ def product(a: Any, b: Any, c: Any) -> Product | None:
     if swapped:  # C is column-major: compute the row-major Cᵀ = Bᵀ Aᵀ
         a, b, c = b.T, a.T, c.T
     (left, lda), (right, ldb), (_, ldc) = map(_storage_order, (a, b, c))
-    layout = (_ROW_MAJOR, left, right, *c.shape, a.shape[1])
-    return Product(gemm, layout, (lda, ldb, ldc), swapped)
+    layout = (_ROW_MAJOR, left, right, *c.shape, a.shape[1], 1.0)
+
+    def multiply(a: int, b: int, c: int, beta: float) -> None:
+        gemm(*layout, a, lda, b, ldb, beta, c, ldc)
+
+    return (lambda a, b, c, beta: multiply(b, a, c, beta)) if swapped else multiply
 
 
 def _storage_order(matrix: Any) -> tuple[int, int]:

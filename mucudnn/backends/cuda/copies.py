@@ -4,9 +4,9 @@ The event that a copy waits for is recorded on the compute stream, which is look
 before anything touches a copy stream: inside a copy stream's context "the current
 stream" would be the copy stream itself, and the wait would have no effect.
 
-A bound copy has its own events, recorded anew at every start: waiting for one means
-waiting for the latest start. Other copies take events from a pool, to which `finish`
-returns them. Until then the copier holds their sources and targets, as CuPy keeps
+A copy takes its events from a pool. A bound copy keeps them, and records them anew at
+every start: waiting for one means waiting for the latest start. `finish` returns those
+of other copies. Until then the copier holds their sources and targets, as CuPy keeps
 neither alive for a copy. If `finish` is never called, the oldest completed copies are
 released.
 """
@@ -71,8 +71,7 @@ class CudaCopier:
 
     def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that starts this copy with five CUDA calls."""
-        event = partial(self._cupy.cuda.Event, disable_timing=True)
-        return partial(self._launch, self._prepare(way, source, target, event))
+        return partial(self._launch, self._prepare(way, source, target))
 
     def wait(self, ticket: Any) -> None:
         """Make kernels launched from now on wait for the copy; the host continues."""
@@ -95,10 +94,9 @@ class CudaCopier:
         """Wait for the launched copies, which cannot be cancelled."""
         self._closed = True
         for stream in (self._out, self._in):
-            try:
+            # If the device is lost, so is every copy.
+            with contextlib.suppress(self._runtime.CUDARuntimeError):
                 stream.synchronize()
-            except self._runtime.CUDARuntimeError:
-                continue  # the device is lost, and with it every copy
         self._free.clear()
         self._held.clear()
 
@@ -106,13 +104,11 @@ class CudaCopier:
         # Drop old completed copies; their tickets stay valid.
         while len(self._held) > _MOST_HELD and self._held[0].done.done:
             self._free.append(self._held.popleft().computed)
-        copy = self._prepare(way, source, target, self._pooled_event)
+        copy = self._prepare(way, source, target)
         self._held.append(copy)
         return self._launch(copy, after)
 
-    def _prepare(
-        self, way: Way, source: Any, target: Any, event: Callable[[], Any]
-    ) -> _Copy:
+    def _prepare(self, way: Way, source: Any, target: Any) -> _Copy:
         if source.nbytes != target.nbytes:
             raise BackendError(
                 f"a copy of {source.nbytes} bytes was given {target.nbytes}"
@@ -127,7 +123,8 @@ class CudaCopier:
             kind = self._runtime.memcpyDefault
         arguments = *addresses, source.nbytes, kind, stream
         with _cuda_errors(self._cupy, "making events for copies"):
-            return _Copy(stream, arguments, event(), event(), (source, target))
+            events = self._event(), self._event()
+        return _Copy(stream, arguments, *events, (source, target))
 
     def _launch(self, copy: _Copy, after: Sequence[Any] = ()) -> Any:
         """Start a copy after the work launched so far and after other copies."""
@@ -151,7 +148,7 @@ class CudaCopier:
         address: int = away.data.ptr if self._peer else away.ctypes.data
         return address
 
-    def _pooled_event(self) -> Any:
+    def _event(self) -> Any:
         if self._free:
             return self._free.pop()
         return self._cupy.cuda.Event(disable_timing=True)

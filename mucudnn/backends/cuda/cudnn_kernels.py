@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.backends.base import Kernel
@@ -253,24 +252,14 @@ def _lrn_rules(call: LibraryCall) -> tuple[int, LRNMode]:
 # maxima are computed by cuDNN only if nothing reads their positions.
 
 
-@dataclass(frozen=True, slots=True)
 class _Windows:
-    """Windows over an image in cuDNN's terms; shapes are (N, C, *spatial)."""
+    """Windows over an image in cuDNN's terms; shapes are (N, C, *spatial).
 
-    image: tuple[int, ...]
-    made: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    channels_last: bool
+    Images with channels last are passed as (N, 1, *spatial, C), with windows of size 1
+    along the channels; any other image of that form is equivalent.
+    """
 
-    @classmethod
-    def of(cls, case: Case, image: Sequence[int], made: Sequence[int]) -> "_Windows":
-        """Translate a case with the shapes of the image and of the pooled result.
-
-        Images with channels last are passed as (N, 1, *spatial, C), with windows of
-        size 1 along the channels; any other image of that form is equivalent.
-        """
+    def __init__(self, case: Case, image: Sequence[int], made: Sequence[int]) -> None:
         axes = [tuple(case[name]) for name in ("kernel", "stride", "padding")]
         shapes = [tuple(image), tuple(made)]
         last = len(image) > 3 and image[1] == 1 and [a[-1] for a in axes] == [1, 1, 0]
@@ -280,22 +269,20 @@ class _Windows:
         if len(axes[0]) == 1:  # a line: an image of height 1
             shapes = [(*s[:2], 1, *s[2:]) for s in shapes]
             axes = [(n, *a) for n, a in zip((1, 1, 0), axes, strict=True)]
-        (x, y), (kernel, stride, padding) = shapes, axes
-        return cls(x, y, kernel, stride, padding, last)
-
-    @property
-    def even(self) -> bool:
-        """True if equal padding at both ends gives the windows of the result."""
-        axes = zip(self.image[2:], self.kernel, self.stride, self.padding, strict=True)
-        fitting = tuple((n + 2 * p - k) // step + 1 for n, k, step, p in axes)
-        return fitting == self.made[2:] and len(self.kernel) in _RANKS
+        self.channels_last, (self.image, self.made) = last, shapes
+        self.kernel, self.stride, self.padding = axes
 
 
 def _pooling_takes(case: Case) -> bool:
     image, made = case.inputs[0], case.outputs[0]
     if case.op.endswith("_grad"):
         image, made = made, image
-    return describable(image, made) and _Windows.of(case, image.shape, made.shape).even
+    windows = _Windows(case, image.shape, made.shape)
+    axes = windows.image[2:], windows.kernel, windows.stride, windows.padding
+    # With equal padding at both ends the windows must be those of the result.
+    fitting = ((n + 2 * p - k) // step + 1 for n, k, step, p in zip(*axes, strict=True))
+    even = tuple(fitting) == windows.made[2:] and len(windows.kernel) in _RANKS
+    return describable(image, made) and even
 
 
 def _pooling_forward(call: LibraryCall) -> _Passed:
@@ -316,7 +303,7 @@ def _pooling_descriptors(
     call: LibraryCall, image: Sequence[int], made: Sequence[int]
 ) -> tuple[int, int, int]:
     """Return the descriptors of the windows, the image and the pooled result."""
-    windows = _Windows.of(call.case, image, made)
+    windows = _Windows(call.case, image, made)
     if call.case.op == "max_pool":
         mode = PoolingMode.MAX
     elif call.case["count_include_pad"]:
@@ -343,40 +330,36 @@ def _logarithms(call: LibraryCall) -> _Passed:
     return *how, call.one, t, call.reads[0], call.zero, t, call.writes[1]
 
 
-OPERATIONS: Mapping[str, LibraryOperation] = MappingProxyType(
-    {
-        "batch_norm": LibraryOperation(
-            "cudnnBatchNormalizationForwardTraining", _batch_norm_takes, _training
-        ),
-        "batch_norm_eval": LibraryOperation(
-            "cudnnBatchNormalizationForwardInference", _batch_norm_takes, _inference
-        ),
-        "batch_norm_grad": LibraryOperation(
-            "cudnnBatchNormalizationBackward", _batch_norm_takes, _gradient
-        ),
-        "lrn": LibraryOperation(
-            "cudnnLRNCrossChannelForward", _lrn_takes, _lrn_forward
-        ),
-        "lrn_grad": LibraryOperation(
-            "cudnnLRNCrossChannelBackward", _lrn_takes, _lrn_gradient
-        ),
-        "avg_pool": LibraryOperation(
-            "cudnnPoolingForward", _pooling_takes, _pooling_forward
-        ),
-        "avg_pool_grad": LibraryOperation(
-            "cudnnPoolingBackward", _pooling_takes, _average_gradient
-        ),
-        "max_pool": LibraryOperation(
-            "cudnnPoolingForward", _pooling_takes, _pooling_forward, unwritten=(1,)
-        ),
-        "softmax_cross_entropy": LibraryOperation(
-            "cudnnSoftmaxForward",
-            lambda case: describable(case.inputs[0], case.outputs[1]),
-            _logarithms,
-            left={GIVEN: True},
-        ),
-    }
-)
+OPERATIONS: Mapping[str, LibraryOperation] = {
+    "batch_norm": LibraryOperation(
+        "cudnnBatchNormalizationForwardTraining", _batch_norm_takes, _training
+    ),
+    "batch_norm_eval": LibraryOperation(
+        "cudnnBatchNormalizationForwardInference", _batch_norm_takes, _inference
+    ),
+    "batch_norm_grad": LibraryOperation(
+        "cudnnBatchNormalizationBackward", _batch_norm_takes, _gradient
+    ),
+    "lrn": LibraryOperation("cudnnLRNCrossChannelForward", _lrn_takes, _lrn_forward),
+    "lrn_grad": LibraryOperation(
+        "cudnnLRNCrossChannelBackward", _lrn_takes, _lrn_gradient
+    ),
+    "avg_pool": LibraryOperation(
+        "cudnnPoolingForward", _pooling_takes, _pooling_forward
+    ),
+    "avg_pool_grad": LibraryOperation(
+        "cudnnPoolingBackward", _pooling_takes, _average_gradient
+    ),
+    "max_pool": LibraryOperation(
+        "cudnnPoolingForward", _pooling_takes, _pooling_forward, unwritten=(1,)
+    ),
+    "softmax_cross_entropy": LibraryOperation(
+        "cudnnSoftmaxForward",
+        lambda case: describable(case.inputs[0], case.outputs[1]),
+        _logarithms,
+        left={GIVEN: True},
+    ),
+}
 """Operation -> how the library computes it."""
 
 
@@ -404,7 +387,7 @@ class CudnnKernels:
     def beside(self, kernels: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
         """Return a kernel table in which nodes can ask for the library's kernels."""
         both = {op: self._either(op, kernels[op]) for op in OPERATIONS}
-        return MappingProxyType({**kernels, **both})
+        return {**kernels, **both}
 
     def _either(self, op: str, own: Kernel) -> Kernel:
         def prebind(*arguments: Any) -> Callable[[], None]:

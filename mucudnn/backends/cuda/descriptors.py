@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.backends.cuda.libcudnn import (
@@ -20,18 +19,16 @@ from mucudnn.backends.cuda.libcudnn import (
 )
 from mucudnn.errors import BackendUnavailableError, MucudnnError, UnsupportedError
 
-_C_TYPES: Mapping[AttributeType, Any] = MappingProxyType(
-    {
-        AttributeType.HANDLE: ctypes.c_void_p,
-        AttributeType.BOOLEAN: ctypes.c_bool,
-        AttributeType.INT64: ctypes.c_int64,
-        AttributeType.FLOAT: ctypes.c_float,
-        AttributeType.DOUBLE: ctypes.c_double,
-        AttributeType.VOID_PTR: ctypes.c_void_p,
-        AttributeType.BACKEND_DESCRIPTOR: ctypes.c_void_p,
-        AttributeType.CHAR: ctypes.c_char,
-    }
-)
+_C_TYPES: Mapping[AttributeType, Any] = {
+    AttributeType.HANDLE: ctypes.c_void_p,
+    AttributeType.BOOLEAN: ctypes.c_bool,
+    AttributeType.INT64: ctypes.c_int64,
+    AttributeType.FLOAT: ctypes.c_float,
+    AttributeType.DOUBLE: ctypes.c_double,
+    AttributeType.VOID_PTR: ctypes.c_void_p,
+    AttributeType.BACKEND_DESCRIPTOR: ctypes.c_void_p,
+    AttributeType.CHAR: ctypes.c_char,
+}
 """Other attribute types are enumerations, which are C ints."""
 
 
@@ -63,7 +60,7 @@ class Descriptor:
         if kind is AttributeType.BACKEND_DESCRIPTOR:
             self._kept += values
             values = tuple(value.pointer for value in values)
-        array = (_c_type(kind) * len(values))(*values)
+        array = (_C_TYPES.get(kind, ctypes.c_int) * len(values))(*values)
         arguments = self.pointer, attribute, kind, len(values), array
         self._calls.call("cudnnBackendSetAttribute", *arguments)
         return self
@@ -87,9 +84,7 @@ class Descriptor:
 
     def count(self, attribute: Attribute, kind: AttributeType) -> int:
         """Return the number of values of an attribute."""
-        count = ctypes.c_int64()
-        self._get(attribute, kind, 0, count, None)
-        return count.value
+        return self._get(attribute, kind, 0, None)
 
     def get(
         self,
@@ -98,55 +93,46 @@ class Descriptor:
         most: int = 1,
     ) -> Any:
         """Return up to `most` values of an attribute, as a list."""
-        values, count = (_c_type(kind) * most)(), ctypes.c_int64()
-        self._get(attribute, kind, most, count, values)
-        return list(values[: count.value])
+        values = (_C_TYPES.get(kind, ctypes.c_int) * most)()
+        return list(values[: self._get(attribute, kind, most, values)])
 
     def get_text(self, attribute: Attribute) -> str:
         """Return the value of an attribute that is text."""
         nbytes = self.count(attribute, AttributeType.CHAR)
-        buffer, count = ctypes.create_string_buffer(nbytes + 1), ctypes.c_int64()
-        self._get(attribute, AttributeType.CHAR, nbytes, count, buffer)
+        buffer = ctypes.create_string_buffer(nbytes + 1)
+        self._get(attribute, AttributeType.CHAR, nbytes, buffer)
         return buffer.value.decode()
 
-    def get_into(self, attribute: Attribute, targets: Sequence["Descriptor"]) -> int:
-        """Fill prepared descriptors from an attribute; return their number."""
-        pointers = (ctypes.c_void_p * len(targets))(*(t.pointer for t in targets))
-        count = ctypes.c_int64()
-        kind = AttributeType.BACKEND_DESCRIPTOR
-        self._get(attribute, kind, len(targets), count, pointers)
-        return count.value
+    def get_new(
+        self, attribute: Attribute, kind: DescriptorType, most: int
+    ) -> "list[Descriptor]":
+        """Return up to `most` new descriptors, filled from an attribute."""
+        found = [Descriptor(self._calls, kind) for _ in range(most)]
+        pointers = (ctypes.c_void_p * most)(*(each.pointer for each in found))
+        descriptor = AttributeType.BACKEND_DESCRIPTOR
+        return found[: self._get(attribute, descriptor, most, pointers)]
 
     def _get(
-        self,
-        attribute: Attribute,
-        kind: AttributeType,
-        most: int,
-        count: ctypes.c_int64,
-        array: Any,
-    ) -> None:
-        out = ctypes.byref(count), array
-        name = "cudnnBackendGetAttribute"
-        self._calls.call(name, self.pointer, attribute, kind, most, *out)
+        self, attribute: Attribute, kind: AttributeType, most: int, array: Any
+    ) -> int:
+        """Fill an array of up to `most` values; return how many there are."""
+        count = ctypes.c_int64()
+        arguments = self.pointer, attribute, kind, most, ctypes.byref(count), array
+        self._calls.call("cudnnBackendGetAttribute", *arguments)
+        return count.value
 
 
-_KINDS: Mapping[type, AttributeType] = MappingProxyType(
-    {
-        ConvolutionMode: AttributeType.CONVOLUTION_MODE,
-        DataType: AttributeType.DATA_TYPE,
-        Descriptor: AttributeType.BACKEND_DESCRIPTOR,
-        HeurMode: AttributeType.HEUR_MODE,
-        NanPropagation: AttributeType.NAN_PROPOGATION,
-        PointwiseMode: AttributeType.POINTWISE_MODE,
-        bool: AttributeType.BOOLEAN,
-        float: AttributeType.FLOAT,
-    }
-)
+_KINDS: Mapping[type, AttributeType] = {
+    ConvolutionMode: AttributeType.CONVOLUTION_MODE,
+    DataType: AttributeType.DATA_TYPE,
+    Descriptor: AttributeType.BACKEND_DESCRIPTOR,
+    HeurMode: AttributeType.HEUR_MODE,
+    NanPropagation: AttributeType.NAN_PROPOGATION,
+    PointwiseMode: AttributeType.POINTWISE_MODE,
+    bool: AttributeType.BOOLEAN,
+    float: AttributeType.FLOAT,
+}
 """Python type of values to attribute type; whole numbers are INT64."""
-
-
-def _c_type(kind: AttributeType) -> Any:
-    return _C_TYPES.get(kind, ctypes.c_int)
 
 
 _LARGEST_INT = 2**31 - 1

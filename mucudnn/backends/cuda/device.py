@@ -3,11 +3,9 @@
 import contextlib
 import functools
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from mucudnn.backends.cuda.copies import CudaCopier, CudaStepIO, pinned
 from mucudnn.backends.cuda.kernels.source import Program
@@ -17,7 +15,6 @@ from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryErr
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.plugins import installed_version
-from mucudnn.processes import PerProcess
 
 _RANDOM_SLICE = 1 << 20
 _LOADED_LATE = 256 << 20  # reserve for kernel modules; assumed, not measured
@@ -39,6 +36,7 @@ class CudaDevice:
         self._cudnn = cudnn
         self._queues: dict[int, Queue] = {}
         self._properties: dict[str, Any] = cupy.cuda.runtime.getDeviceProperties(index)
+        self._name: str = self._properties["name"].decode()
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -49,11 +47,6 @@ class CudaDevice:
         return "/".join(
             ["cuda", self._name, arch, cudnn, f"mucudnn-{installed_version()}"]
         )
-
-    @property
-    def _name(self) -> str:
-        name: str = self._properties["name"].decode()
-        return name
 
     def description(self) -> Mapping[str, str]:
         """Return GPU, driver, libraries, memory and clocks."""
@@ -241,12 +234,8 @@ class DescribedDevice:
 
     def __init__(self, text: str, cudnn: int) -> None:
         self._fields: dict[str, Any] = json.loads(text)
+        self.name = str(self._fields["deviceName"])
         self._cudnn = cudnn
-
-    @property
-    def name(self) -> str:
-        """Name of the GPU."""
-        return str(self._fields["deviceName"])
 
     @property
     def fingerprint(self) -> str:
@@ -328,35 +317,3 @@ class PeerMemory:
     def close(self) -> None:
         """Release the slab."""
         self._slab = None
-
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
-
-class LruCache(Generic[K, V]):
-    """A cache of up to `most` values that evicts the least recently used one."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._values: OrderedDict[K, V] = OrderedDict()
-        self._lock = PerProcess(threading.Lock)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def get(self, key: K) -> V | None:
-        """Return the value of a key; None if there is none."""
-        with self._lock.value:
-            value = self._values.get(key)
-            if value is not None:
-                self._values.move_to_end(key)
-            return value
-
-    def put(self, key: K, value: V) -> None:
-        """Store a value, replacing the key's previous one."""
-        with self._lock.value:
-            self._values[key] = value
-            self._values.move_to_end(key)
-            while len(self._values) > self._most:
-                self._values.popitem(last=False)

@@ -7,7 +7,6 @@ tests compare it with the headers and replace `Cudnn` by a recording fake.
 import ctypes
 from collections.abc import Mapping
 from enum import IntEnum
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.errors import BackendError, OutOfMemoryError, UnsupportedError
@@ -67,75 +66,73 @@ _MAP_BACK = (_PTR,) * 10
 # handle, mode, alpha, beta
 _NORM = (_PTR, _INT, _PTR, _PTR)
 
-PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = MappingProxyType(
-    {
-        "cudnnGetVersion": (_SIZE, ()),
-        "cudnnGetCudartVersion": (_SIZE, ()),
-        "cudnnGetErrorString": (ctypes.c_char_p, (_INT,)),
-        "cudnnGetLastErrorString": (None, (ctypes.c_char_p, _SIZE)),
-        "cudnnCreate": (_INT, (_OUT_PTR,)),
-        "cudnnDestroy": (_INT, (_PTR,)),
-        "cudnnSetStream": (_INT, (_PTR, _PTR)),
-        "cudnnBackendCreateDescriptor": (_INT, (_INT, _OUT_PTR)),
-        "cudnnBackendDestroyDescriptor": (_INT, (_PTR,)),
-        "cudnnBackendFinalize": (_INT, (_PTR,)),
-        "cudnnBackendSetAttribute": (_INT, (_PTR, _INT, _INT, ctypes.c_int64, _PTR)),
-        "cudnnBackendGetAttribute": (
-            _INT,
-            (_PTR, _INT, _INT, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), _PTR),
-        ),
-        "cudnnBackendExecute": (_INT, (_PTR, _PTR, _PTR)),
-        **{
-            f"cudnn{verb}{kind}Descriptor": (_INT, (pointer,))
-            for kind in ("Tensor", "Filter", "Convolution", "Pooling", "LRN")
-            for verb, pointer in (("Create", _OUT_PTR), ("Destroy", _PTR))
-        },
-        "cudnnSetTensorNdDescriptor": (_INT, (_PTR, _INT, _INT, _INTS, _INTS)),
-        "cudnnSetFilterNdDescriptor": (_INT, (_PTR, _INT, _INT, _INT, _INTS)),
-        "cudnnSetConvolutionNdDescriptor": (
-            _INT,
-            (_PTR, _INT, _INTS, _INTS, _INTS, _INT, _INT),
-        ),
-        "cudnnSetConvolutionGroupCount": (_INT, (_PTR, _INT)),
-        "cudnnSetConvolutionMathType": (_INT, (_PTR, _INT)),
-        "cudnnGetConvolutionNdForwardOutputDim": (
-            _INT,
-            (_PTR, _PTR, _PTR, _INT, _INTS),
-        ),
-        **{
-            name.format(direction): (_INT, arguments)
-            for direction in ("Forward", "BackwardData", "BackwardFilter")
-            for name, arguments in (
-                ("cudnnGetConvolution{}WorkspaceSize", _WORKSPACE),
-                ("cudnnGetConvolution{}Algorithm_v7", _BEST),
-                ("cudnnConvolution{}", _RUN),
-            )
-        },
-        "cudnnSetPoolingNdDescriptor": (
-            _INT,
-            (_PTR, _INT, _INT, _INT, _INTS, _INTS, _INTS),
-        ),
-        "cudnnPoolingForward": (_INT, (_PTR, _PTR, *_MAP)),
-        "cudnnPoolingBackward": (_INT, (_PTR, _PTR, *_MAP_BACK)),
-        "cudnnSetLRNDescriptor": (_INT, (_PTR, ctypes.c_uint, *[_DOUBLE] * 3)),
-        "cudnnLRNCrossChannelForward": (_INT, (_PTR, _PTR, _INT, *_MAP)),
-        "cudnnLRNCrossChannelBackward": (_INT, (_PTR, _PTR, _INT, *_MAP_BACK)),
-        "cudnnSoftmaxForward": (_INT, (_PTR, _INT, _INT, *_MAP)),
-        "cudnnDeriveBNTensorDescriptor": (_INT, (_PTR, _PTR, _INT)),
-        "cudnnBatchNormalizationForwardTraining": (
-            _INT,
-            (*_NORM, *[_PTR] * 7, _DOUBLE, _PTR, _PTR, _DOUBLE, _PTR, _PTR),
-        ),
-        "cudnnBatchNormalizationForwardInference": (
-            _INT,
-            (*_NORM, *[_PTR] * 9, _DOUBLE),
-        ),
-        "cudnnBatchNormalizationBackward": (
-            _INT,
-            (*_NORM, *[_PTR] * 12, _DOUBLE, _PTR, _PTR),
-        ),
-    }
-)
+PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
+    "cudnnGetVersion": (_SIZE, ()),
+    "cudnnGetCudartVersion": (_SIZE, ()),
+    "cudnnGetErrorString": (ctypes.c_char_p, (_INT,)),
+    "cudnnGetLastErrorString": (None, (ctypes.c_char_p, _SIZE)),
+    "cudnnCreate": (_INT, (_OUT_PTR,)),
+    "cudnnDestroy": (_INT, (_PTR,)),
+    "cudnnSetStream": (_INT, (_PTR, _PTR)),
+    "cudnnBackendCreateDescriptor": (_INT, (_INT, _OUT_PTR)),
+    "cudnnBackendDestroyDescriptor": (_INT, (_PTR,)),
+    "cudnnBackendFinalize": (_INT, (_PTR,)),
+    "cudnnBackendSetAttribute": (_INT, (_PTR, _INT, _INT, ctypes.c_int64, _PTR)),
+    "cudnnBackendGetAttribute": (
+        _INT,
+        (_PTR, _INT, _INT, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), _PTR),
+    ),
+    "cudnnBackendExecute": (_INT, (_PTR, _PTR, _PTR)),
+    **{
+        f"cudnn{verb}{kind}Descriptor": (_INT, (pointer,))
+        for kind in ("Tensor", "Filter", "Convolution", "Pooling", "LRN")
+        for verb, pointer in (("Create", _OUT_PTR), ("Destroy", _PTR))
+    },
+    "cudnnSetTensorNdDescriptor": (_INT, (_PTR, _INT, _INT, _INTS, _INTS)),
+    "cudnnSetFilterNdDescriptor": (_INT, (_PTR, _INT, _INT, _INT, _INTS)),
+    "cudnnSetConvolutionNdDescriptor": (
+        _INT,
+        (_PTR, _INT, _INTS, _INTS, _INTS, _INT, _INT),
+    ),
+    "cudnnSetConvolutionGroupCount": (_INT, (_PTR, _INT)),
+    "cudnnSetConvolutionMathType": (_INT, (_PTR, _INT)),
+    "cudnnGetConvolutionNdForwardOutputDim": (
+        _INT,
+        (_PTR, _PTR, _PTR, _INT, _INTS),
+    ),
+    **{
+        name.format(direction): (_INT, arguments)
+        for direction in ("Forward", "BackwardData", "BackwardFilter")
+        for name, arguments in (
+            ("cudnnGetConvolution{}WorkspaceSize", _WORKSPACE),
+            ("cudnnGetConvolution{}Algorithm_v7", _BEST),
+            ("cudnnConvolution{}", _RUN),
+        )
+    },
+    "cudnnSetPoolingNdDescriptor": (
+        _INT,
+        (_PTR, _INT, _INT, _INT, _INTS, _INTS, _INTS),
+    ),
+    "cudnnPoolingForward": (_INT, (_PTR, _PTR, *_MAP)),
+    "cudnnPoolingBackward": (_INT, (_PTR, _PTR, *_MAP_BACK)),
+    "cudnnSetLRNDescriptor": (_INT, (_PTR, ctypes.c_uint, *[_DOUBLE] * 3)),
+    "cudnnLRNCrossChannelForward": (_INT, (_PTR, _PTR, _INT, *_MAP)),
+    "cudnnLRNCrossChannelBackward": (_INT, (_PTR, _PTR, _INT, *_MAP_BACK)),
+    "cudnnSoftmaxForward": (_INT, (_PTR, _INT, _INT, *_MAP)),
+    "cudnnDeriveBNTensorDescriptor": (_INT, (_PTR, _PTR, _INT)),
+    "cudnnBatchNormalizationForwardTraining": (
+        _INT,
+        (*_NORM, *[_PTR] * 7, _DOUBLE, _PTR, _PTR, _DOUBLE, _PTR, _PTR),
+    ),
+    "cudnnBatchNormalizationForwardInference": (
+        _INT,
+        (*_NORM, *[_PTR] * 9, _DOUBLE),
+    ),
+    "cudnnBatchNormalizationBackward": (
+        _INT,
+        (*_NORM, *[_PTR] * 12, _DOUBLE, _PTR, _PTR),
+    ),
+}
 """Function name to (result, arguments)."""
 
 _NO_STATUS = frozenset(name for name in PROTOTYPES if PROTOTYPES[name][0] is not _INT)

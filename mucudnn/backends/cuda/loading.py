@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from mucudnn.errors import (
     BackendError,
@@ -267,26 +266,24 @@ def _words(*instructions: int) -> bytes:
     return struct.pack(f"<{len(instructions)}I", *instructions)
 
 
-MACHINES: Mapping[str, Machine] = MappingProxyType(
-    {
-        "x86_64": Machine(
-            elf=62,
-            # mov eax, 100; ret
-            refuse=b"\xb8" + struct.pack("<I", _NO_DEVICE) + b"\xc3",
-            # mov dword ptr [rdi], 13000; xor eax, eax; ret
-            version=b"\xc7\x07" + struct.pack("<I", _DRIVER_VERSION) + b"\x31\xc0\xc3",
+MACHINES: Mapping[str, Machine] = {
+    "x86_64": Machine(
+        elf=62,
+        # mov eax, 100; ret
+        refuse=b"\xb8" + struct.pack("<I", _NO_DEVICE) + b"\xc3",
+        # mov dword ptr [rdi], 13000; xor eax, eax; ret
+        version=b"\xc7\x07" + struct.pack("<I", _DRIVER_VERSION) + b"\x31\xc0\xc3",
+    ),
+    "aarch64": Machine(
+        elf=183,
+        # mov w0, #100; ret
+        refuse=_words(0x52800000 | _NO_DEVICE << 5, 0xD65F03C0),
+        # mov w1, #13000; str w1, [x0]; mov w0, #0; ret
+        version=_words(
+            0x52800001 | _DRIVER_VERSION << 5, 0xB9000001, 0x52800000, 0xD65F03C0
         ),
-        "aarch64": Machine(
-            elf=183,
-            # mov w0, #100; ret
-            refuse=_words(0x52800000 | _NO_DEVICE << 5, 0xD65F03C0),
-            # mov w1, #13000; str w1, [x0]; mov w0, #0; ret
-            version=_words(
-                0x52800001 | _DRIVER_VERSION << 5, 0xB9000001, 0x52800000, 0xD65F03C0
-            ),
-        ),
-    }
-)
+    ),
+}
 """`platform.machine()` to the architecture's properties."""
 
 
@@ -331,14 +328,21 @@ def stub_image(
     machine: Machine, symbols: Sequence[str] = SYMBOLS, soname: str = _SONAME
 ) -> bytes:
     """Return the bytes of the shared object."""
-    strings, names = _strings((soname, *symbols))
-    hash_table = _single_bucket(len(symbols) + 1)
+    # Zero-terminated strings, and the offset of each.
+    strings, names = b"\0", {}
+    for text in (soname, *symbols):
+        names[text] = len(strings)
+        strings += text.encode("ascii") + b"\0"
+    # One bucket, whose chain visits symbols 1, 2 … in turn.
+    count = len(symbols) + 1
+    chain = (0, *range(2, count), 0)
+    hash_table = struct.pack(f"<{3 + count}I", 1, count, 1, *chain)
     code = machine.refuse.ljust(16, b"\0") + machine.version
 
     # Offsets of the parts, each aligned to 16 bytes.
     hash_at = _aligned(_FILE_HEADER.size + 4 * _SEGMENT.size)
     symbols_at = _aligned(hash_at + len(hash_table))
-    strings_at = symbols_at + (len(symbols) + 1) * _SYMBOL.size
+    strings_at = symbols_at + count * _SYMBOL.size
     code_at = _aligned(strings_at + len(strings))
     dynamic_at = _aligned(code_at + len(code))
 
@@ -391,21 +395,6 @@ def _headers(machine: Machine, dynamic_at: int, dynamic_size: int) -> bytes:
             (_STACK_SEGMENT, _READ | _WRITE, 0, 0, 0, 16),
         )
     )
-
-
-def _strings(texts: Sequence[str]) -> tuple[bytes, dict[str, int]]:
-    """Return a table of zero-terminated strings, and the offset of each."""
-    table, offsets = b"\0", {}
-    for text in texts:
-        offsets[text] = len(table)
-        table += text.encode("ascii") + b"\0"
-    return table, offsets
-
-
-def _single_bucket(count: int) -> bytes:
-    """Return a hash table of one bucket, whose chain visits symbols 1, 2 … in turn."""
-    chain = [0, *range(2, count), 0]
-    return struct.pack(f"<{3 + count}I", 1, count, 1, *chain)
 
 
 def _aligned(offset: int) -> int:

@@ -13,7 +13,6 @@ unmapped only after synchronizing the device, and never during a capture.
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mucudnn.backends.device import check_chunks
@@ -105,60 +104,41 @@ class CudaMappedMemory:
         self._stream()
         if cupy.cuda.get_current_stream().is_capturing():
             raise BackendError("memory cannot be mapped while a graph is captured")
-        nbytes = len(chunks) * self._size
-        reserved = self._driver.cuMemAddressReserve(nbytes, self._size, 0, 0)
-        (start,) = _check_status(
-            reserved, f"reserving {exact_bytes(nbytes)} of addresses"
-        )
-        owner = _Addresses(self, _Row(self._driver, int(start), nbytes))
+        driver, size, mapped = self._driver, self._size, 0
+        nbytes = len(chunks) * size
+        reserved = driver.cuMemAddressReserve(nbytes, size, 0, 0)
+        what = f"reserving {exact_bytes(nbytes)} of addresses"
+        start = int(_check_status(reserved, what)[0])
+
+        def free() -> None:
+            # Synchronizes first; goes on even if the device is lost.
+            driver.cuCtxSynchronize()
+            if mapped:
+                driver.cuMemUnmap(start, mapped)
+            driver.cuMemAddressFree(start, nbytes)
+
+        owner = _Owner(self)
+        weakref.finalize(owner, free).atexit = False
         for chunk in chunks:
-            owner.row.map(self.handles[chunk], self._size)
-        owner.row.open(self._index)
-        memory = cupy.cuda.UnownedMemory(
-            owner.row.start, owner.row.nbytes, owner, self._index
-        )
-        pointer = cupy.cuda.MemoryPointer(memory, 0)
-        return cupy.ndarray((owner.row.nbytes,), "uint8", memptr=pointer)
-
-
-@dataclass(slots=True)
-class _Row:
-    """A reserved address range, and how many of its bytes are mapped."""
-
-    driver: Any
-    start: int
-    nbytes: int
-    mapped: int = 0
-
-    def map(self, handle: Any, nbytes: int) -> None:
-        at = self.start + self.mapped
-        _check_status(self.driver.cuMemMap(at, nbytes, 0, handle, 0), "mapping a chunk")
-        self.mapped += nbytes
-
-    def open(self, index: int) -> None:
-        driver = self.driver
+            done = driver.cuMemMap(start + mapped, size, 0, self.handles[chunk], 0)
+            _check_status(done, "mapping a chunk")
+            mapped += size
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = index
-        flags = driver.CUmemAccess_flags
-        access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        opened = driver.cuMemSetAccess(self.start, self.nbytes, [access], 1)
+        access.location.id = self._index
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        opened = driver.cuMemSetAccess(start, nbytes, [access], 1)
         _check_status(opened, "making mapped memory accessible")
-
-    def free(self) -> None:
-        """Unmap and free the range after synchronizing, even if the device is lost."""
-        self.driver.cuCtxSynchronize()
-        if self.mapped:
-            self.driver.cuMemUnmap(self.start, self.mapped)
-        self.driver.cuMemAddressFree(self.start, self.nbytes)
+        memory = cupy.cuda.UnownedMemory(start, nbytes, owner, self._index)
+        pointer = cupy.cuda.MemoryPointer(memory, 0)
+        return cupy.ndarray((nbytes,), "uint8", memptr=pointer)
 
 
-class _Addresses:
-    """A range in use; keeps its memory alive."""
+class _Owner:
+    """An address range in use; keeps its memory alive."""
 
-    def __init__(self, memory: CudaMappedMemory, row: _Row) -> None:
-        self.row, self._memory = row, memory
-        weakref.finalize(self, row.free).atexit = False
+    def __init__(self, memory: CudaMappedMemory) -> None:
+        self._memory = memory
 
 
 def _release(driver: Any, handles: Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from mucudnn.backends.cpu.conv import fft, gemm, winograd
 from mucudnn.backends.cpu.conv.algorithm import Algorithm, Kernel
 from mucudnn.backends.cpu.threads import Workers, as_kernels
-from mucudnn.backends.plan_runner import Call, Library, PlanRunner, per_slice
+from mucudnn.backends.plan_runner import Call, PlanRunner, per_slice
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvPlan, ConvProblem
 from mucudnn.ir.numerics import Traits
@@ -75,9 +75,9 @@ class CpuConv:
         views, call = self._bound(problem, algo)
         call(*views(a, b, out), workspace, accumulate)
 
-    def bind(self, plan: ConvPlan) -> "CpuRunner":
-        """Return a runner of the plan with prebuilt kernels."""
-        return CpuRunner(plan, self.kernel)
+    def bind(self, plan: ConvPlan) -> PlanRunner:
+        """Return a runner with prebuilt kernels, which checks operands once a run."""
+        return PlanRunner(plan, per_slice(plan, self.kernel), _Views(plan.problem))
 
     def kernel(self, problem: ConvProblem, algo: str) -> Call:
         """Return a call of one kernel on views in logical axis order."""
@@ -107,19 +107,6 @@ class CpuConv:
         if (reason := _excluded(algorithm, problem)) is not None:
             raise UnsupportedError(f"{algo} cannot run {problem}: {reason}")
         return algorithm.kernel(problem, self._workers.count)
-
-
-class CpuRunner:
-    """A bound plan whose operands are checked once; see `Runner`."""
-
-    def __init__(self, plan: ConvPlan, library: Library) -> None:
-        self.plan = plan
-        self._views = _Views(plan.problem)
-        self._runner = PlanRunner(plan, per_slice(plan, library))
-
-    def run(self, a: Any, b: Any, out: Any, workspace: Any, accumulate: bool) -> None:
-        """See `Runner.run`; raise ValueError if an array does not fit the problem."""
-        self._runner.run(*self._views(a, b, out), workspace, accumulate)
 
 
 def _excluded(algorithm: Algorithm, problem: ConvProblem) -> str | None:

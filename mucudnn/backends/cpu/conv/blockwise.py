@@ -21,6 +21,7 @@ from mucudnn.backends.cpu.conv.im2col import (
     grouped,
     matrix_buffer,
     overlap,
+    pointwise,
     tap_windows,
 )
 from mucudnn.backends.cpu.threads import Workers, available, product
@@ -149,7 +150,7 @@ class PatchBlock:
         self._steps: list[tuple[Any, Any, Any, Any]] = []
         self._by_tap: tuple[Any, Any, list[Axis], Sequence[slice]] | None = None
         rank = len(gather.axes)
-        if pointwise(gather, source.shape[3:]):
+        if pointwise(gather.axes, source.shape[3:]):
             self.matrix = as_matrix(part[(..., *tile)], 1, rank)
             return
         target, matrix = tap_block(buffers[0], block, tile, last=last)
@@ -201,14 +202,6 @@ class PatchBlock:
             if (hit := reach(axes, tap, tile, part.shape[3:])) is not None:
                 written, read = hit
                 np.copyto(target[(..., *tap, *written)], part[(n, ..., *read)])
-
-
-def pointwise(gather: Gather, spatial: Sequence[int]) -> bool:
-    """Return whether each output reads exactly the pixel at its own position."""
-    return all(
-        (axis.start, axis.out_step, axis.taps, axis.outs) == (0, 1, 1, size)
-        for axis, size in zip(gather.axes, spatial, strict=True)
-    )
 
 
 def reach(
@@ -282,7 +275,8 @@ _Step = Callable[[int], None]
 class Blockwise:
     """The products of one problem, or of some of its samples.
 
-    `room` is the number of elements of a worker's buffer.
+    `room` is the number of elements of a worker's buffer; `needs_no_room` is True if
+    none is needed.
     """
 
     def __init__(self, problem: ConvProblem, room: int) -> None:
@@ -290,7 +284,7 @@ class Blockwise:
         self._gather = forward_gather(problem)
         self._rank = len(problem.stride)
         self._last = problem.layout == "NHWC"
-        self._pixelwise = pointwise(self._gather, problem.x_shape[2:])
+        self._pixelwise = pointwise(self._gather.axes, problem.x_shape[2:])
         outs, groups = self._gather.out_shape, problem.groups
         self._pixels = math.prod(outs)
         pixels = min(max(_PIXELS, room // _PER_PIXEL), self._pixels)
@@ -303,13 +297,10 @@ class Blockwise:
 
         # Sixths of the buffer for patches, a zero-padded copy and a product.
         shares = (4, 2, 0) if self._direct else (2, 2, 2)
+        # 1×1 filters need no buffer if BLAS accumulates.
+        self.needs_no_room = self._direct and self._pixelwise
         sixth = 0 if self.needs_no_room else room // 6
         self._sizes = [share * sixth for share in shares]
-
-    @property
-    def needs_no_room(self) -> bool:
-        """True if no buffer is needed: filters are 1×1, and BLAS accumulates."""
-        return self._direct and self._pixelwise
 
     def run(
         self,
@@ -324,27 +315,24 @@ class Blockwise:
 
         `buffers` are flat arrays of `room` elements, one per participating worker.
         """
-        groups = self._problem.groups
+        direction, groups = self._problem.direction, self._problem.groups
         one = grouped(a, groups, 1)
-        match self._problem.direction:
-            case Direction.FORWARD:
-                dest, filters = grouped(out, groups, 1), self._filters(b)
-                self._correlate(one, filters, dest, buffers, workers, accumulate)
-            case Direction.BACKWARD_FILTER:
-                if not accumulate:
-                    out[...] = 0
-                dy, dw = grouped(b, groups, 1), self._filters(out)
-                self._sum_filters(one, dy, dw, buffers, workers)
-            # With 1×1 filters nothing overlaps: dx is a product like the result.
-            case Direction.BACKWARD_DATA if self._pixelwise:
-                dest = grouped(out, groups, 1)
-                filters = self._filters(b).transpose(0, 2, 1)
-                self._correlate(one, filters, dest, buffers, workers, accumulate)
-            case Direction.BACKWARD_DATA:
-                if not accumulate:
-                    out[...] = 0
-                dest = grouped(out, groups, 1)
-                self._scatter(one, self._filters(b), dest, buffers, workers)
+        if direction is Direction.BACKWARD_FILTER:
+            if not accumulate:
+                out[...] = 0
+            dy, dw = grouped(b, groups, 1), self._filters(out)
+            self._sum_filters(one, dy, dw, buffers, workers)
+            return
+        dest, filters = grouped(out, groups, 1), self._filters(b)
+        if direction is Direction.BACKWARD_DATA and not self._pixelwise:
+            if not accumulate:
+                out[...] = 0
+            self._scatter(one, filters, dest, buffers, workers)
+            return
+        # With 1×1 filters nothing overlaps: dx is a product like the result.
+        if direction is Direction.BACKWARD_DATA:
+            filters = filters.transpose(0, 2, 1)
+        self._correlate(one, filters, dest, buffers, workers, accumulate)
 
     def _filters(self, w: Any) -> Any:
         """Return filters, or their gradients, as a view (groups, outputs, terms)."""

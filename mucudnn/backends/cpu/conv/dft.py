@@ -222,18 +222,8 @@ _CHUNK_BYTES = 1 << 20  # of intermediate arrays; about a core's second-level ca
 _CHANNELS = 16  # unit of the number of channels of a chunk smaller than a sample
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Samples and channels of a tensor that are transformed together."""
-
-    samples: slice
-    channels: slice
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of samples and of channels."""
-        samples, channels = self.samples, self.channels
-        return samples.stop - samples.start, channels.stop - channels.start
+Chunk = tuple[slice, slice]
+"""Samples and channels of a tensor that are transformed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,27 +249,18 @@ class Separable:
         shape = (sum(frequencies(self.lengths)), 2, *tiles, self.batch, self.channels)
         return shape, self.dtype
 
-    def _states(self, planes: int) -> list[tuple[int, ...]]:
-        """Return the shapes (columns, planes x pixels) before the later axes."""
-        return [
-            (math.prod(self.lengths[:i]), planes * math.prod(self.sizes[i:]))
-            for i in range(1, len(self.sizes))
-        ]
-
-    def _products(self, planes: int) -> list[tuple[int, ...]]:
-        """Return shapes of the products with a table that are not states."""
-        rank = len(self.sizes)
-        return [
-            (math.prod(self.lengths[: i + 1]), planes * math.prod(self.sizes[i + 1 :]))
-            for i in range(min(1, rank - 1), rank)
-        ]
-
     def scratch(self, samples: int, channels: int) -> list[Region]:
         """Return a chunk's intermediate regions: states, products, an output tile."""
-        planes = samples * channels
+        planes, rank = samples * channels, len(self.sizes)
+        # After `done` axes an array is (columns, planes x pixels). States are between
+        # axes. The product with the first table is a state, the later ones are not.
+        states, products = range(1, rank), range(min(2, rank), rank + 1)
+        shapes: list[tuple[int, ...]] = [
+            (math.prod(self.lengths[:done]), planes * math.prod(self.sizes[done:]))
+            for done in (*states, *products)
+        ]
         widest = max(w.stop - w.start for w in self.windows[0])
-        tile: tuple[int, ...] = (planes * math.prod(self.sizes[1:]) * widest,)
-        shapes = [*self._states(planes), *self._products(planes), tile]
+        shapes.append((planes * math.prod(self.sizes[1:]) * widest,))
         return [(shape, self.dtype) for shape in shapes]
 
     def chunk_shape(self, nworkers: int) -> tuple[int, int]:
@@ -297,57 +278,36 @@ class Separable:
         samples, channels = self.chunk_shape(nworkers)
         for n in range(0, self.batch, samples):
             for c in range(0, self.channels, channels):
-                yield Chunk(
-                    slice(n, min(n + samples, self.batch)),
-                    slice(c, min(c + channels, self.channels)),
-                )
-
-    def bind(
-        self,
-        tables: Sequence[Any],
-        tensor: Any,
-        spectrum: Any,
-        chunk: Chunk,
-        workspace: Any,
-    ) -> "ChunkTransform":
-        """Return the transform of a chunk of `tensor` and its part of `spectrum`."""
-        image = tensor[chunk.samples, chunk.channels]
-        rank = len(self.sizes)
-        if self.channels_last:
-            image = image.transpose(0, *range(2, 2 + rank), 1)
-        else:
-            image = image.reshape(-1, *image.shape[2:])
-        *arrays, tile = carve(workspace, self.scratch(*chunk.shape))
-        states, products = arrays[: rank - 1], arrays[rank - 1 :]
-        # The first axis has real lines: its product already is the state of the second.
-        if rank > 1:
-            products.insert(0, states[0])
-        return ChunkTransform(
-            self,
-            tables,
-            image,
-            spectrum[..., chunk.samples, chunk.channels],
-            [None, *states],
-            products,
-            tile,
-        )
+                yield slice(n, n + samples), slice(c, c + channels)
 
 
-@dataclass(frozen=True, slots=True)
 class ChunkTransform:
-    """The transform of one chunk with all of its arrays.
+    """The transform of a chunk of a tensor and its part of a spectrum.
 
     Images are (planes, …, size) or, channels last, (samples, …, size, channels); states
     have an axis of columns in front.
     """
 
-    plan: Separable
-    tables: Sequence[Any]
-    image: Any
-    spectrum: Any
-    states: Sequence[Any]
-    products: Sequence[Any]
-    tile: Any
+    def __init__(
+        self,
+        plan: Separable,
+        tables: Sequence[Any],
+        tensor: Any,
+        spectrum: Any,
+        chunk: Chunk,
+        workspace: Any,
+    ) -> None:
+        image, rank = tensor[chunk], len(plan.sizes)
+        *arrays, self.tile = carve(workspace, plan.scratch(*image.shape[:2]))
+        states, products = arrays[: rank - 1], arrays[rank - 1 :]
+        # The first axis has real lines: its product already is the state of the second.
+        self.states, self.products = [None, *states], [*states[:1], *products]
+        if plan.channels_last:
+            self.image = image.transpose(0, *range(2, 2 + rank), 1)
+        else:
+            self.image = image.reshape(-1, *image.shape[2:])
+        self.plan, self.tables = plan, tables
+        self.spectrum = spectrum[(..., *chunk)]
 
     def forward(self) -> None:
         """Transform the image into the spectrum."""

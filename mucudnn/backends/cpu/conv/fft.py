@@ -8,7 +8,6 @@ with the square of the length, which limits the image size.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import methodcaller
 from typing import Any
 
@@ -39,12 +38,13 @@ _LONGEST = 512  # points; beyond, a table outgrows the cache and tiles are faste
 
 def _fft_kernel(problem: ConvProblem, workers: int) -> "Spectral":
     rank = len(problem.stride)
-    axes = (whole_axis(problem, i) for i in reversed(range(rank)))
-    return Spectral(problem, workers, tuple(axes))
+    axes = [whole_axis(problem, i) for i in reversed(range(rank))]
+    return Spectral(problem, workers, axes)
 
 
 def _fft_excluded(problem: ConvProblem) -> str | None:
-    for i, axis in enumerate(reversed(_fft_kernel(problem, 1).axes)):
+    for i in range(len(problem.stride)):
+        axis = whole_axis(problem, i)
         if axis.length > _LONGEST:
             return (
                 f"spatial axis {i} of x {problem.x_shape} needs a transform of "
@@ -66,8 +66,8 @@ _TILE = {1: 32, 2: 32, 3: 16}  # points per axis, by the number of spatial axes
 
 def _tiling_kernel(problem: ConvProblem, workers: int) -> "Spectral":
     rank = len(problem.stride)
-    axes = (tiled_axis(problem, i, _TILE[rank]) for i in reversed(range(rank)))
-    return Spectral(problem, workers, tuple(axes))
+    axes = [tiled_axis(problem, i, _TILE[rank]) for i in reversed(range(rank))]
+    return Spectral(problem, workers, axes)
 
 
 def _tiling_excluded(problem: ConvProblem) -> str | None:
@@ -131,8 +131,6 @@ def tiled_axis(problem: ConvProblem, axis: int, tile: int) -> Axis:
     step, pad = problem.stride[axis], problem.padding[axis]
     taps = _taps(problem, axis)
     reach = taps[-1] + 1
-    if reach + step - 1 > tile:
-        raise ValueError(f"a filter that spans {reach} has no output in {tile} points")
     if problem.direction is not Direction.BACKWARD_DATA:
         new = (tile - reach) // step + 1
         count = -(-out // new)
@@ -173,22 +171,25 @@ def _window(start: int, width: int, size: int) -> Window:
 # workspace, which therefore grows with the micro-batch.
 
 
-_Job = tuple[Separable, Sequence[Any], Any, Any]
-"""Transform, its tables, tensor, spectrum."""
+_Job = tuple[Separable, Sequence[Any], Any]
+"""Transform, its tables, spectrum."""
 
 
-@dataclass(frozen=True)
 class Spectral:
     """A convolution whose spatial axes, innermost first, have been cut into tiles."""
 
-    problem: ConvProblem
-    workers: int
-    axes: tuple[Axis, ...]
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Exact workspace in bytes."""
-        return nbytes(self._regions)
+    def __init__(
+        self, problem: ConvProblem, workers: int, axes: Sequence[Axis]
+    ) -> None:
+        self.problem, self._axes = problem, axes
+        self._lengths = tuple(axis.length for axis in axes)
+        self._x = self._separable(problem.x_shape, [axis.x for axis in axes])
+        self._y = self._separable(problem.y_shape, [axis.y for axis in axes])
+        tiles = math.prod(len(axis.x) for axis in axes)
+        count = sum(frequencies(self._lengths))
+        self._products = Products(problem, count, problem.batch * tiles)
+        self._regions = self._list_regions(workers)
+        self.nbytes = nbytes(self._regions)
 
     def run(
         self, arrays: Arrays, workspace: Any, workers: Workers, accumulate: bool
@@ -205,42 +206,30 @@ class Spectral:
         if self.problem.direction is Direction.BACKWARD_FILTER:  # of the inverse
             basis[:r] *= 1 / math.prod(self._lengths)
             basis[r:] *= 2 / math.prod(self._lengths)
-        of_x, of_y = tables[0::3], tables[1::3]
+        x, y = (self._x, tables[0::3], xs), (self._y, tables[1::3], ys)
         flat_x, flat_y = (s.reshape(*s.shape[:2], -1, s.shape[-1]) for s in (xs, ys))
         products, back = self._products, methodcaller("inverse", accumulate)
-        match self.problem.direction:
-            case Direction.FORWARD:
-                _transform(workers, scratch, (self._x, of_x, a, xs))
-                w = self._stored(b)
-                products.apply(workers, basis, flat_x, flat_y, w, kernel, scratch)
-                _transform(workers, scratch, (self._y, of_y, out, ys), back)
-            case Direction.BACKWARD_DATA:
-                _transform(workers, scratch, (self._y, of_y, a, ys))
-                w = self._stored(b)
-                products.apply(workers, basis, flat_y, flat_x, w, kernel, scratch)
-                _transform(workers, scratch, (self._x, of_x, out, xs), back)
-            case Direction.BACKWARD_FILTER:
-                _transform(workers, scratch, (self._x, of_x, a, xs))
-                _transform(workers, scratch, (self._y, of_y, b, ys))
-                products.gradient(workers, basis, flat_x, flat_y, kernel, scratch)
-                dw = self._stored(out).reshape(-1)
+        if self.problem.direction is Direction.BACKWARD_FILTER:
+            _transform(workers, scratch, x, a)
+            _transform(workers, scratch, y, b)
+            products.gradient(workers, basis, flat_x, flat_y, kernel, scratch)
+            dw = self._stored(out).reshape(-1)
 
-                def add(_: int, start: int, stop: int) -> None:
-                    target = dw[start:stop]
-                    if not accumulate:
-                        target[...] = 0
-                    for share in kernel:
-                        np.add(target, share[start:stop], out=target)
+            def add(_: int, start: int, stop: int) -> None:
+                target = dw[start:stop]
+                if not accumulate:
+                    target[...] = 0
+                for share in kernel:
+                    np.add(target, share[start:stop], out=target)
 
-                workers.ranges(len(dw), add)
-
-    @cached_property
-    def _x(self) -> Separable:
-        return self._separable(self.problem.x_shape, [axis.x for axis in self.axes])
-
-    @cached_property
-    def _y(self) -> Separable:
-        return self._separable(self.problem.y_shape, [axis.y for axis in self.axes])
+            workers.ranges(len(dw), add)
+            return
+        (source, flat), (result, target) = (x, flat_x), (y, flat_y)
+        if self.problem.direction is Direction.BACKWARD_DATA:
+            source, flat, result, target = result, target, source, flat
+        _transform(workers, scratch, source, a)
+        products.apply(workers, basis, flat, target, self._stored(b), kernel, scratch)
+        _transform(workers, scratch, result, out, back)
 
     def _separable(
         self, shape: tuple[int, ...], windows: Sequence[tuple[Window, ...]]
@@ -255,16 +244,6 @@ class Spectral:
             dtype=self.problem.dtype,
         )
 
-    @cached_property
-    def _lengths(self) -> tuple[int, ...]:
-        return tuple(axis.length for axis in self.axes)
-
-    @cached_property
-    def _products(self) -> "Products":
-        tiles = math.prod(len(axis.x) for axis in self.axes)
-        count = sum(frequencies(self._lengths))
-        return Products(self.problem, count, self.problem.batch * tiles)
-
     def _stored(self, w: Any) -> Any:
         """Return a filter's view in the order of its memory."""
         return np.moveaxis(w, 1, -1) if self.problem.layout == "NHWC" else w
@@ -273,10 +252,9 @@ class Spectral:
         p = self.problem
         return basis_scratch(self._lengths, p.w_shape[:1:-1], p.dtype)
 
-    @cached_property
-    def _regions(self) -> list[Region]:
+    def _list_regions(self, nworkers: int) -> list[Region]:
         """List basis, spectra, scratch a worker, tables, filter or partial sums."""
-        p, products, nworkers = self.problem, self._products, self.workers
+        p, products = self.problem, self._products
         each = max(
             *(nbytes(s.scratch(*s.chunk_shape(nworkers))) for s in (self._x, self._y)),
             nbytes(products.scratch()),
@@ -284,7 +262,7 @@ class Spectral:
         )
         tables = [
             ((axis.length, len(at)), p.dtype)
-            for axis in self.axes
+            for axis in self._axes
             for at in (axis.x_at, axis.y_at, axis.w_at)
         ]
         spectra, scratch = (self._x.spectrum, self._y.spectrum), (nworkers, each)
@@ -294,7 +272,7 @@ class Spectral:
     def _fill_tables(self, tables: Sequence[Any]) -> None:
         """Fill the tables of x, y and w per axis; inverse ones for the result."""
         direction = self.problem.direction
-        for i, axis in enumerate(self.axes):
+        for i, axis in enumerate(self._axes):
             back = {"scale": 1 / axis.length, "pair": 2.0 if i == 0 else 1.0}
             x, y, w = tables[3 * i : 3 * i + 3]
             to_x = direction is Direction.BACKWARD_DATA
@@ -308,13 +286,15 @@ def _transform(
     workers: Workers,
     scratch: Any,
     job: _Job,
+    tensor: Any,
     transform: Callable[[ChunkTransform], None] = ChunkTransform.forward,
 ) -> None:
     """Transform all chunks of a tensor."""
-    plan, tables, tensor, spectrum = job
+    plan, tables, spectrum = job
 
     def work(worker: int, chunk: Chunk) -> None:
-        transform(plan.bind(tables, tensor, spectrum, chunk, scratch[worker]))
+        own = scratch[worker]
+        transform(ChunkTransform(plan, tables, tensor, spectrum, chunk, own))
 
     workers.each(plan.chunks(workers.count), work)
 
@@ -339,7 +319,6 @@ _ROWS = 256  # samples and tiles whose products are summed while they are in the
 _PIECE = 16  # output channels of the filter that are copied at a time
 
 
-@dataclass(frozen=True, slots=True)
 class Products:
     """The multiplication of the spectra of one problem.
 
@@ -347,27 +326,14 @@ class Products:
     times tiles; the basis is (frequencies, 2, taps).
     """
 
-    problem: ConvProblem
-    frequencies: int
-    rows: int
-
-    @property
-    def _weights(self) -> int:
-        return math.prod(self.problem.w_shape[:2])
-
-    @property
-    def _taps(self) -> int:
-        return math.prod(self.problem.w_shape[2:])
-
-    @property
-    def _channels_last(self) -> bool:
-        """True if channels are the last axis of the filter in memory."""
-        return self.problem.layout == "NHWC" and self.problem.w_shape[1] > 1
-
-    @property
-    def _block(self) -> int:
-        each = sum(map(math.prod, self._arrays(1))) * self.problem.itemsize
-        return min(max(_BLOCK_BYTES // each, _LEAST), self.frequencies)
+    def __init__(self, problem: ConvProblem, frequencies: int, rows: int) -> None:
+        self.problem, self.frequencies, self.rows = problem, frequencies, rows
+        self._weights = math.prod(problem.w_shape[:2])
+        self._taps = math.prod(problem.w_shape[2:])
+        # Whether channels are the last axis of the filter in memory.
+        self._channels_last = problem.layout == "NHWC" and problem.w_shape[1] > 1
+        each = sum(map(math.prod, self._arrays(1))) * problem.itemsize
+        self._block = min(max(_BLOCK_BYTES // each, _LEAST), frequencies)
 
     def _arrays(self, block: int) -> list[tuple[int, ...]]:
         """Return the shapes of the filter's spectrum and of the products of a block."""

@@ -239,18 +239,18 @@ class Correlation:
         # No part writes inputs that are out of reach of every tap.
         if self._covered < self._outputs and not accumulate:
             dest[...] = 0
-        each = len(self._own)
-        for part in self._parts:
-            matrix = self._weights(w, part.gather, weights)
+        each, w_axes = len(self._own), range(3, 3 + self._rank)
+        rows, channel = (1, 2) if self._forward else (2, 1)
+        order = (*w_axes, channel) if self._last else (channel, *w_axes)
+
+        def run_part(part: _Part) -> None:
+            # The filter as (groups, outputs, reduction), in the order of the patches.
+            taps = grouped(w[(..., *part.gather.taps)], self._groups, 0)
+            taps = taps.transpose(0, rows, *order)
+            matrix = packed(taps, 1, weights, by_column=False)
             target = dest[(..., *part.gather.outs)]
 
-            def work(
-                worker: int,
-                cut: Cut,
-                part: _Part = part,
-                matrix: Any = matrix,
-                target: Any = target,
-            ) -> None:
+            def work(worker: int, cut: Cut) -> None:
                 own = buffers[worker * each : (worker + 1) * each]
                 samples, tile = cut
                 columns = part.patches.lower(source[samples], tile, own)
@@ -261,13 +261,8 @@ class Correlation:
 
             workers.each(part.tiling, work)
 
-    def _weights(self, w: Any, gather: Gather, buffer: Any) -> Any:
-        """Return (groups, outputs, reduction), in the order of the patches."""
-        w = grouped(w[(..., *gather.taps)], self._groups, 0)
-        taps = tuple(range(3, 3 + self._rank))
-        rows, channel = (1, 2) if self._forward else (2, 1)
-        order = (*taps, channel) if self._last else (channel, *taps)
-        return packed(w.transpose(0, rows, *order), 1, buffer, by_column=False)
+        for part in self._parts:
+            run_part(part)
 
 
 # A filter gradient as a matrix product: dW = sum over tiles of dy @ patchesᵀ.

@@ -70,6 +70,14 @@ class Gather:
         return tuple(axis.outs for axis in self.axes)
 
 
+def pointwise(axes: Sequence[Axis], spatial: Sequence[int]) -> bool:
+    """Return whether each output reads exactly the pixel at its own position."""
+    return all(
+        (axis.start, axis.out_step, axis.taps, axis.outs) == (0, 1, 1, size)
+        for axis, size in zip(axes, spatial, strict=True)
+    )
+
+
 def forward_gather(problem: ConvProblem) -> Gather:
     """Return the gather of x for a forward convolution or a filter gradient."""
     axes = tuple(
@@ -224,6 +232,7 @@ class Tiling:
             blocks.append(-(-size // count))
             room //= size
         self.largest = tuple(reversed(blocks))
+        self.pixels = math.prod(blocks)  # of the largest block
         self._counts = tuple(
             -(-size // block)
             for size, block in zip(self._sizes, self.largest, strict=True)
@@ -232,17 +241,10 @@ class Tiling:
     def __len__(self) -> int:
         return math.prod(self._counts)
 
-    @property
-    def pixels(self) -> int:
-        """Elements of the largest block."""
-        return math.prod(self.largest)
-
     def __iter__(self) -> Iterator[Cut]:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: int) -> Cut:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         places = map(int, np.unravel_index(index, self._counts))
         samples, *tile = (
             slice(at * block, min((at + 1) * block, size))
@@ -287,13 +289,9 @@ class Patches:
             and axis.reads(0, axis.outs).stop <= size
             for axis, size in zip(axes, spatial, strict=True)
         )
-        pointwise = all(
-            axis.taps == 1 and axis.out_step == 1 and axis.outs == size
-            for axis, size in zip(axes, spatial, strict=True)
-        )
         padded = 0 if inside else samples * channels * math.prod(reach)
         # A 1×1 convolution is its own matrix, unless samples separate channels.
-        own_matrix = inside and pointwise and (channels_last or samples == 1)
+        own_matrix = pointwise(axes, spatial) and (channels_last or samples == 1)
         columns = 0 if own_matrix else channels * taps * pixels
         self.regions: list[Region] = [((padded,), dtype), ((columns,), dtype)]
 

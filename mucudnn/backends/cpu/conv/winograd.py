@@ -9,6 +9,7 @@ adjoint of the first: dw = Gᵀ [sum over tiles of (Bᵀ x B) ⊙ (A dy Aᵀ)] G
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,7 @@ from mucudnn.backends.cpu.conv.winograd_transforms import (
     analyse,
     band,
     filter_region,
-    intermediate_items,
-    spare_items,
     synthesise,
-    window,
 )
 from mucudnn.backends.cpu.threads import Workers
 from mucudnn.ir.conv import ConvProblem, Direction
@@ -89,7 +87,8 @@ def _regions(problem: ConvProblem, plan: "Plan", nworkers: int) -> list[Region]:
     rooms = max(1, plan.crew)
     # Each worker has a sum and the next block's summand.
     kernels = 2 * plan.crew if adjoint and plan.crew else 1
-    spare = spare_items(problem) if adjoint else 0
+    k, c_per_group, *taps = problem.w_shape
+    spare = max(k, math.prod(taps)) * c_per_group if adjoint else 0
     even, odd = plan.scratch_items(adding=not adjoint)
     return [
         filter_region(problem, plan.minimal, kernels),
@@ -116,11 +115,11 @@ def _correlate(
 
     def own_block(worker: int, block: Block) -> None:
         for piece in plan.pieces(block):
-            source.read(block, piece, worker)
+            source.read(block, worker, piece)
         v, m = (t.values(block, kernel.shape[1], worker) for t in (source, result))
         _product(v, kernel, m)
         for piece in plan.pieces(block):
-            result.write(block, piece, worker, add=add)
+            result.write(block, add, worker, piece)
 
     if plan.crew:  # every worker takes blocks of its own through all phases
         workers.each(plan.blocks(), own_block, at_most=plan.crew)
@@ -129,19 +128,13 @@ def _correlate(
     for block in plan.blocks():
         v, m = (t.values(block, kernel.shape[1]) for t in (source, result))
 
-        def read(worker: int, piece: Piece, block: Block = block) -> None:
-            source.read(block, piece, worker)
-
         def multiply(_: int, item: Product, v: Any = v, m: Any = m) -> None:
             value, rows = item
             _product(v[value, :, rows], kernel[value], m[value, :, rows])
 
-        def write(worker: int, piece: Piece, block: Block = block) -> None:
-            result.write(block, piece, worker, add=add)
-
-        workers.each(plan.pieces(block), read)
+        workers.each(plan.pieces(block), partial(source.read, block))
         workers.each(_products(plan, v.shape[2], workers), multiply)
-        workers.each(plan.pieces(block), write)
+        workers.each(plan.pieces(block), partial(result.write, block, add))
 
 
 def _sum_apart(
@@ -153,8 +146,8 @@ def _sum_apart(
         own = part
         for block in plan.blocks(part, plan.crew):
             for piece in plan.pieces(block):
-                x.read(block, piece, part)
-                dy.read(block, piece, part)
+                x.read(block, part, piece)
+                dy.read(block, part, piece)
             out = dw.values(own)
             v, y = (t.values(block, out.shape[1], part) for t in (x, dy))
             _product(y.swapaxes(2, 3), v, out)
@@ -176,8 +169,8 @@ def _sum_together(
         v, y = (t.values(block, sums.shape[1]) for t in (x, dy))
 
         def read(worker: int, piece: Piece, block: Block = block) -> None:
-            x.read(block, piece, worker)
-            dy.read(block, piece, worker)
+            x.read(block, worker, piece)
+            dy.read(block, worker, piece)
 
         def multiply(
             worker: int, item: Product, v: Any = v, y: Any = y, i: int = i
@@ -258,8 +251,14 @@ class Image:
     reach: int
 
     def window(self, axis: int, tiles: Range, step: int) -> Range:
-        """Return the part of an axis that some of its tiles touch."""
-        return window(tiles, step, self.reach, self.pads[axis], self.sizes[axis])
+        """Return the part of an axis that a range of its tiles touches.
+
+        Empty if the tiles see padding only.
+        """
+        size, pad = self.sizes[axis], self.pads[axis]
+        start = min(max(0, tiles[0] * step - pad), size)
+        stop = min(size, (tiles[1] - 1) * step - pad + self.reach)
+        return start, max(stop, start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +299,7 @@ class Plan:
     @property
     def values(self) -> int:
         """Values of a transformed tile."""
-        return math.prod([self.minimal.points] * self.rank)
+        return int(self.minimal.points**self.rank)
 
     @property
     def columns(self) -> int:
@@ -335,23 +334,23 @@ class Plan:
 
     def block_items(self, image: Image) -> int:
         """Return the items of an image's largest block of transformed tiles."""
-        rows = max(stop - start for start, stop in self.ranges[0])
+        rows = _widest(self.ranges[0])
         return self.values * rows * self.samples * self.columns * image.channels
 
     def scratch_items(self, *, adding: bool) -> tuple[int, int]:
-        """Return the items of the two scratch arrays of one worker."""
-        tiles = [max(b - a for a, b in ranges) for ranges in self.ranges]
-        needs = [[0], [0]]
+        """Return the items of the two scratch arrays of one worker; see `analyse`."""
+        tiles, needs = list(map(_widest, self.ranges)), [0, 0]
         for image in (self.source, self.result):
-            windows = [self._windows(image, axis) for axis in range(self.rank)]
-            spans = [max(b - a for a, b in ranges) for ranges in windows]
-            channels = image.channels
-            items = intermediate_items(self.minimal.points, tiles, spans, channels)
-            for need, most in zip(needs, items, strict=True):
-                need.append(most)
-        if adding:  # `spans` and `channels` are now those of the result
-            needs[self.rank % 2].append(math.prod(spans) * channels)
-        return self.at_once * max(needs[0]), self.at_once * max(needs[1])
+            spans = [_widest(self._windows(image, axis)) for axis in range(self.rank)]
+            # The earlier axes are items of the image still, the others are values.
+            for axis in range(1, self.rank):
+                values = self.minimal.points ** (self.rank - axis)
+                values *= math.prod(tiles[axis:]) * math.prod(spans[:axis])
+                needs[axis % 2] = max(needs[axis % 2], values * image.channels)
+        if adding:  # `spans` are now those of the result
+            summed = math.prod(spans) * self.result.channels
+            needs[self.rank % 2] = max(needs[self.rank % 2], summed)
+        return self.at_once * needs[0], self.at_once * needs[1]
 
     def band_regions(self, image: Image, dtype: str) -> list[Region]:
         """List band matrices, transposed as BLAS is faster so, by axis and range."""
@@ -370,12 +369,16 @@ class Plan:
 
 def make_plan(problem: ConvProblem, workers: int) -> Plan:
     """Choose tile size and cuts for a problem that Winograd can run."""
-    (c, source), (k, result), pads = _images(problem)
+    (_, c, *source), (_, k, *result) = problem.x_shape, problem.y_shape
+    pads = problem.padding
+    if problem.direction is Direction.BACKWARD_DATA:
+        c, source, k, result = k, result, c, source
+        pads = tuple(TAPS - 1 - pad for pad in pads)
     minimal = MINIMAL[_tile(problem, result)]
     tiles = [-(-size // minimal.step) for size in result]
     # Bands of the first axis, and how many samples of them are a block.
     bands = pieces(tiles[0], -(-tiles[0] // _STRETCH))
-    rows = max(stop - start for start, stop in bands)
+    rows = _widest(bands)
     tile_bytes = minimal.points ** len(tiles) * problem.itemsize  # of one channel
     sample_bytes = tile_bytes * rows * math.prod(tiles[1:]) * (c + k)
     filter_bytes = tile_bytes * math.prod(problem.w_shape[:2])
@@ -393,8 +396,8 @@ def make_plan(problem: ConvProblem, workers: int) -> Plan:
     plan = Plan(
         minimal,
         problem.batch,
-        Image(c, source, pads, minimal.points),
-        Image(k, result, (0,) * len(result), minimal.step),
+        Image(c, tuple(source), pads, minimal.points),
+        Image(k, tuple(result), (0,) * len(result), minimal.step),
         tuple(ranges),
         samples,
         crew,
@@ -426,17 +429,6 @@ def _samples(
     return -(-batch // -(-batch // most)), 0
 
 
-def _images(
-    problem: ConvProblem,
-) -> tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]], tuple[int, ...]]:
-    """Return (channels, sizes) of source and result, and the source's padding."""
-    x = problem.x_shape[1], problem.x_shape[2:]
-    y = problem.y_shape[1], problem.y_shape[2:]
-    if problem.direction is Direction.BACKWARD_DATA:
-        return y, x, tuple(TAPS - 1 - pad for pad in problem.padding)
-    return x, y, problem.padding
-
-
 def _tile(problem: ConvProblem, result: Sequence[int]) -> int:
     """Return the m of F(m, 3) with the least arithmetic; the smaller one on a tie."""
     choices = sorted(MINIMAL)
@@ -453,6 +445,10 @@ def _tile(problem: ConvProblem, result: Sequence[int]) -> int:
         return math.prod([m + TAPS - 1] * len(result)) * (products + transforms)
 
     return min(choices, key=cost)
+
+
+def _widest(ranges: Sequence[Range]) -> int:
+    return max(stop - start for start, stop in ranges)
 
 
 def pieces(total: int, parts: int) -> Sequence[Range]:
@@ -502,13 +498,13 @@ class Tiles:
         shape = (self._plan.values, self._plan.tiles(block), groups, -1)
         return self._stored(block, worker).reshape(shape).swapaxes(1, 2)
 
-    def read(self, block: Block, piece: Piece, worker: int) -> None:
+    def read(self, block: Block, worker: int, piece: Piece) -> None:
         """Transform a piece of the image."""
         pictures, bands, values = self._cut(block, piece, worker)
         scratch = self._scratch[worker]
         analyse(pictures, bands, self._plan.minimal.points, values, scratch)
 
-    def write(self, block: Block, piece: Piece, worker: int, *, add: bool) -> None:
+    def write(self, block: Block, add: bool, worker: int, piece: Piece) -> None:
         """Transform a piece back, and write it to the image or add it."""
         pictures, bands, values = self._cut(block, piece, worker)
         scratch = self._scratch[worker]

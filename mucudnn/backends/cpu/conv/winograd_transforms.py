@@ -91,19 +91,6 @@ MINIMAL = {
 """F(2, 3) and F(4, 3) by outputs a tile (Lavin and Gray 2016, section 4)."""
 
 
-def window(
-    tiles: tuple[int, int], step: int, reach: int, pad: int, size: int
-) -> tuple[int, int]:
-    """Return start and stop of the stretch of an axis that a range of tiles reads.
-
-    Tile t reads `reach` items from `t * step - pad` on; the axis has `size`. The
-    stretch is empty if the tiles see padding only.
-    """
-    start = max(0, tiles[0] * step - pad)
-    stop = min(size, (tiles[1] - 1) * step - pad + reach)
-    return min(start, size), max(stop, min(start, size))
-
-
 def band(
     out: Any, matrix: Any, tiles: tuple[int, int], step: int, pad: int, start: int
 ) -> None:
@@ -122,22 +109,6 @@ def band(
             out[t::count, low:high] = matrix[:, low - first : high - first]
 
 
-def intermediate_items(
-    points: int, tiles: Sequence[int], spans: Sequence[int], channels: int
-) -> tuple[int, int]:
-    """Return the items that `analyse` and `synthesise` need in each scratch array.
-
-    The numbers are for one sample's stretch, with `tiles` and items (`spans`) an axis.
-    """
-    need = [0, 0]
-    for axis in range(1, len(tiles)):
-        values = points ** (len(tiles) - axis) * math.prod(tiles[axis:])
-        need[axis % 2] = max(
-            need[axis % 2], math.prod(spans[:axis]) * values * channels
-        )
-    return need[0], need[1]
-
-
 def analyse(
     images: Any, bands: Sequence[Any], points: int, out: Any, scratch: Sequence[Any]
 ) -> None:
@@ -146,7 +117,7 @@ def analyse(
     `images` are (samples, *spatial, channels), of any strides; `bands` (points * tiles,
     spatial) an axis. `out` is (samples, points^(rank - 1), points * tiles of axis 0,
     tiles of the others * channels), where the points of the last axis count slowest.
-    `scratch` has two flat arrays of `intermediate_items`, used in turns.
+    `scratch` has two flat arrays, used in turns; see `Plan.scratch_items`.
     """
     state = images[..., None, :, :]
     for axis in range(len(bands) - 1, 0, -1):
@@ -220,12 +191,6 @@ def filter_region(problem: ConvProblem, minimal: Minimal, sums: int = 1) -> Regi
     return (sums, values, k * c_per_group + _LINE // problem.itemsize), problem.dtype
 
 
-def spare_items(problem: ConvProblem) -> int:
-    """Return the scratch items a worker needs to accumulate gradients."""
-    k, c_per_group, *kernel = problem.w_shape
-    return max(k, math.prod(kernel)) * c_per_group
-
-
 class Filter:
     """The transformed values of a filter in the workspace.
 
@@ -291,7 +256,7 @@ class Filter:
         """Apply the transposed transform to the values, which are a gradient.
 
         The result is written or added to `dw` (K, C / groups, *kernel); `spare` is
-        (workers, at least `spare_items`).
+        (workers, at least max(K, taps of a filter) * C / groups).
         """
         dw = dw.reshape(*dw.shape[:2], -1)
         values = self._stored.transpose(1, 2, 0)

@@ -9,7 +9,6 @@ kernels and gradients may be given an input's memory as output.
 
 from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -41,9 +40,9 @@ _MODULES = (
     upsampling,
 )
 
-KERNELS: Mapping[str, Run] = MappingProxyType(
-    {name: run for module in _MODULES for name, run in module.OPERATIONS.items()}
-)
+KERNELS: Mapping[str, Run] = {
+    name: run for module in _MODULES for name, run in module.OPERATIONS.items()
+}
 """Operation name to kernel; kernels still need workers, see `bind`."""
 
 

@@ -13,7 +13,13 @@ import numpy as np
 
 from mucudnn.backends.cpu.kernels.elementwise import apply_mask, rectify
 from mucudnn.backends.cpu.kernels.reductions import channel_chunks, row_dots, row_sums
-from mucudnn.backends.cpu.kernels.tiles import LARGE_BYTES, KernelCall, Run, as_ncs
+from mucudnn.backends.cpu.kernels.tiles import (
+    LARGE_BYTES,
+    KernelCall,
+    Part,
+    Run,
+    as_ncs,
+)
 from mucudnn.backends.cpu.threads import Scratch
 
 
@@ -33,22 +39,8 @@ def batch_norm_eval(call: KernelCall) -> None:
 def batch_norm_grad(call: KernelCall) -> None:
     """Compute gamma inv_std (dy - mean(dy) - x̂ mean(dy x̂)), dgamma and dbeta."""
     x, dy, gamma, mean, inv_std = call.inputs
-    dx, dgamma, dbeta = call.outputs
-    x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
-
-    def block(item: tuple[slice, Chunks]) -> None:
-        channels, chunks = item
-        centre = mean[channels, None]
-        inverse = inv_std[channels].astype(np.float64)
-        total, dots = sums_and_dots(x, dy, centre, chunks, call.scratch)
-        dbeta[channels] = total
-        dgamma[channels] = dots * inverse
-        scales = gradient_scales(gamma[channels], inverse, total, dots, x)
-        for chunk in chunks:
-            deviation = deviations(x[chunk], centre, call.scratch)
-            finish_gradient(deviation, dy[chunk], dx[chunk], *scales)
-
-    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
+    dy = as_ncs(dy)
+    _gradient(call, (x, gamma, mean, inv_std), dy, dy.__getitem__)
 
 
 # Batch normalisation followed by an optional sum and a ReLU, in the same tiles.
@@ -63,7 +55,7 @@ def batch_norm_relu(call: KernelCall) -> None:
     terms = call.inputs[5:]
     term = as_ncs(terms[0]) if terms else None
 
-    def finish(part: Any, chunk: tuple[slice, ...]) -> None:
+    def finish(part: Any, chunk: Part) -> None:
         if term is not None:
             part += term[chunk]
         rectify(part, part)
@@ -74,32 +66,16 @@ def batch_norm_relu(call: KernelCall) -> None:
 def batch_norm_relu_grad(call: KernelCall) -> None:
     """Run `batch_norm_grad` on dy masked to positive inputs of the ReLU."""
     x, dy, gamma, beta, mean, inv_std = call.inputs
-    dx, dgamma, dbeta = call.outputs
-    x, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(dx)
+    images, dy, dx = as_ncs(x), as_ncs(dy), as_ncs(call.outputs[0])
 
-    def block(item: tuple[slice, Chunks]) -> None:
-        channels, chunks = item
-        centre, threshold = mean[channels, None], 0.0 - beta[channels, None]
-        factor = factor_of(gamma[channels], inv_std[channels], x)
-        total: Any = 0.0
-        dots: Any = 0.0
-        # First pass: mask dy by the sign of the ReLU's input, and sum it by channel.
-        for chunk in chunks:
-            part, masked = deviations(x[chunk], centre, call.scratch), dx[chunk]
-            part *= factor
-            _mask_above(part, threshold, dy[chunk], masked)
-            total = total + row_sums(masked)
-            deviation = deviations(x[chunk], centre, call.scratch)
-            dots = dots + row_dots(deviation, masked)
-        inverse = inv_std[channels].astype(np.float64)
-        dbeta[channels], dgamma[channels] = total, dots * inverse
-        scales = gradient_scales(gamma[channels], inverse, total, dots, x)
-        # Second pass: deviations are computed again, as storing them takes more memory.
-        for chunk in chunks:
-            deviation = deviations(x[chunk], centre, call.scratch)
-            finish_gradient(deviation, dx[chunk], dx[chunk], *scales)
+    def masked(chunk: Part) -> Any:
+        channels = chunk[1]
+        part = deviations(images[chunk], mean[channels, None], call.scratch)
+        part *= factor_of(gamma[channels], inv_std[channels], images)
+        _mask_above(part, 0.0 - beta[channels, None], dy[chunk], dx[chunk])
+        return dx[chunk]
 
-    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
+    _gradient(call, (x, gamma, mean, inv_std), dx, masked)
 
 
 def batch_norm_add_relu_grad(call: KernelCall) -> None:
@@ -180,7 +156,8 @@ def batch_norm_grad_sums(call: KernelCall) -> None:
 
     def block(item: tuple[slice, Chunks]) -> None:
         channels, chunks = item
-        total, dots = sums_and_dots(x, dy, mean[channels, None], chunks, call.scratch)
+        centre = mean[channels, None]
+        total, dots = sums_and_dots(x, dy.__getitem__, centre, chunks, call.scratch)
         dbeta[channels] = total
         dgamma[channels] = dots * inv_std[channels].astype(np.float64)
 
@@ -197,7 +174,7 @@ def batch_norm_grad_apply(call: KernelCall) -> None:
     offset = column(-scale * dbeta / call.attrs["count"], x)
     factor, centre = column(scale, x), mean[:, None]
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         out, channels = dx[part], part[1]
         scales = factor[channels], along[channels], offset[channels]
         deviation = deviations(x[part], centre[channels], call.scratch)
@@ -236,12 +213,10 @@ def _mask_above(scaled: Any, threshold: Any, dy: Any, out: Any) -> None:
     np.bitwise_and(mask, dy.view(kind), out=out.view(kind))
 
 
-Chunks = list[tuple[slice, ...]]
+Chunks = list[Part]
 
 
-def normalise_batch(
-    call: KernelCall, finish: Callable[[Any, tuple[slice, ...]], None]
-) -> None:
+def normalise_batch(call: KernelCall, finish: Callable[[Any, Part], None]) -> None:
     """Run `batch_norm`, and finish each chunk of the result in place, in the cache.
 
     `finish` is called with a part of the result, (n, c, s), and its slices.
@@ -283,7 +258,7 @@ def normalise(
 ) -> None:
     """Compute y = (x - centre) factor + shift, tile by tile; (C, 1) each."""
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         out, channels = y[part], part[1]
         np.subtract(x[part], centre[channels], out=out)
         out *= factor[channels]
@@ -297,30 +272,51 @@ def deviations(x: Any, centre: Any, scratch: Scratch) -> Any:
     return np.subtract(x, centre, out=scratch.like(x))
 
 
+def _gradient(
+    call: KernelCall, operands: Sequence[Any], dy: Any, read: Callable[[Part], Any]
+) -> None:
+    """Compute dx, dgamma and dbeta from (x, gamma, mean, inv_std).
+
+    `read` returns a chunk of the gradient when it is first needed; then it is in `dy`.
+    """
+    x, gamma, mean, inv_std = operands
+    dx, dgamma, dbeta = call.outputs
+    x, dx = as_ncs(x), as_ncs(dx)
+    count = x.shape[0] * x.shape[2]
+
+    def block(item: tuple[slice, Chunks]) -> None:
+        channels, chunks = item
+        centre = mean[channels, None]
+        inverse = inv_std[channels].astype(np.float64)
+        total, dots = sums_and_dots(x, read, centre, chunks, call.scratch)
+        dbeta[channels], dgamma[channels] = total, dots * inverse
+        factor = gamma[channels] * inverse
+        along = column(-factor * inverse**2 * dots / count, x)
+        scales = column(factor, x), along, column(-factor * total / count, x)
+        # Deviations are computed again, as storing them takes more memory.
+        for chunk in chunks:
+            deviation = deviations(x[chunk], centre, call.scratch)
+            finish_gradient(deviation, dy[chunk], dx[chunk], *scales)
+
+    call.share(channel_chunks(x.shape, LARGE_BYTES // x.itemsize), block)
+
+
 def sums_and_dots(
-    x: Any, dy: Any, centre: Any, chunks: Chunks, scratch: Scratch
+    x: Any, read: Callable[[Part], Any], centre: Any, chunks: Chunks, scratch: Scratch
 ) -> tuple[Any, Any]:
-    """Sum dy, and dy (x - centre), over the chunks of some channels."""
+    """Sum a gradient dy, and dy (x - centre), over the chunks of some channels."""
     total: Any = 0.0
     dots: Any = 0.0
     for chunk in chunks:
-        total = total + row_sums(dy[chunk])
-        dots = dots + row_dots(deviations(x[chunk], centre, scratch), dy[chunk])
+        dy = read(chunk)
+        total = total + row_sums(dy)
+        dots = dots + row_dots(deviations(x[chunk], centre, scratch), dy)
     return total, dots
 
 
 def factor_of(gamma: Any, inv_std: Any, x: Any) -> Any:
     """Return the factor of deviations, from saved statistics so that reruns agree."""
     return column(gamma * inv_std.astype(np.float64), x)
-
-
-def gradient_scales(
-    gamma: Any, inverse: Any, total: Any, dots: Any, x: Any
-) -> tuple[Any, Any, Any]:
-    """Return the last arguments of `finish_gradient` from a whole batch's sums."""
-    count, factor = x.shape[0] * x.shape[2], gamma * inverse
-    along = -factor * inverse**2 * dots / count
-    return column(factor, x), column(along, x), column(-factor * total / count, x)
 
 
 def finish_gradient(

@@ -5,8 +5,7 @@ has one value per channel or per element; both broadcast with a last axis of siz
 S.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,47 +15,34 @@ from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     Attrs,
     KernelCall,
+    Part,
     Run,
     as_ncs,
     tiles,
 )
 
-Part = tuple[slice, ...]
 
-
-@dataclass(frozen=True, slots=True)
 class Grouped:
     """Views of an operation's arrays as `shape`: (N, groups, channels of a group, S).
 
-    `affine` is the shape of gamma and beta, with an axis for the samples; with `last`
-    arrays are (N, S, C).
+    `affine` is the shape of gamma and beta, with an axis for the samples; `count` the
+    number of elements that share a mean.
     """
 
-    shape: tuple[int, int, int, int]
-    affine: tuple[int, int, int, int]
-    last: bool = False
-
-    @classmethod
-    def of(cls, x: Any, attrs: Attrs) -> "Grouped":
-        """Return the grouping of an operation's input."""
-        channels_last = bool(attrs.get("channels_last"))
-        N, C, S = as_ncs(np.moveaxis(x, -1, 1) if channels_last else x).shape
+    def __init__(self, x: Any, attrs: Attrs) -> None:
+        self._last = bool(attrs.get("channels_last"))  # then arrays are (N, S, C)
+        N, C, S = as_ncs(np.moveaxis(x, -1, 1) if self._last else x).shape
         groups = attrs["groups"]
-        shape = (N, groups, C // groups, S)
-        last = S if attrs["per_element"] else 1
-        return cls(shape, (1, groups, C // groups, last), channels_last)
+        self.shape = (N, groups, C // groups, S)
+        self.affine = (1, groups, C // groups, S if attrs["per_element"] else 1)
+        self.count = C // groups * S
 
     def view(self, array: Any) -> Any:
         """View an array in the grouped shape."""
-        if not self.last:
+        if not self._last:
             return array.reshape(self.shape)
         N, groups, channels, S = self.shape
         return array.reshape(N, S, groups, channels).transpose(0, 2, 3, 1)
-
-    @property
-    def count(self) -> int:
-        """Elements that share a mean."""
-        return self.shape[2] * self.shape[3]
 
     def groups(self, itemsize: int) -> list[tuple[slice, slice]]:
         """Return the parts of (N, groups) that workers take."""
@@ -76,7 +62,7 @@ class Grouped:
 
 def group_norm(call: KernelCall) -> None:
     """Normalise each group of channels of each sample by its own statistics."""
-    grouped = Grouped.of(call.inputs[0], call.attrs)
+    grouped = Grouped(call.inputs[0], call.attrs)
     x, y = (grouped.view(v) for v in (call.inputs[0], call.outputs[0]))
     gamma, beta = (v.reshape(grouped.affine) for v in call.inputs[1:])
     mean, inv_std = call.outputs[1:]
@@ -104,26 +90,17 @@ def group_norm(call: KernelCall) -> None:
 
 def group_norm_grad(call: KernelCall) -> None:
     """Compute dgamma and dbeta, then dx, which may overwrite dy."""
-    grouped = Grouped.of(call.inputs[0], call.attrs)
-    x, dy = (grouped.view(v) for v in call.inputs[:2])
-    gamma = call.inputs[2].reshape(grouped.affine)
-    mean, inv_std = (v[..., None, None] for v in call.inputs[3:])
+    grouped, x, dy, gamma, mean, inv_std = _gradient_operands(call)
     dx = grouped.view(call.outputs[0])
-    dgamma, dbeta = (v.reshape(grouped.affine) for v in call.outputs[1:])
-    affine_grads(call, grouped, (x, dy, mean, inv_std), dgamma, dbeta)
-    size = x.itemsize
+    affine_grads(call, grouped, (x, dy, mean, inv_std), call.outputs[1:])
 
     def block(part: tuple[slice, slice]) -> None:
-        centre, inverse = mean[part], inv_std[part]
-        total, dots = weighted_sums(grouped, x, dy, gamma, mean, part)
-        inv = inverse[..., 0, 0].astype(np.float64)
-        offset = (-inv * total / grouped.count).astype(x.dtype)[..., None, None]
-        along = (-(inv**3) * dots / grouped.count).astype(x.dtype)[..., None, None]
-        numbers = centre, inverse, along, offset
-        for c in grouped.chunks(part, size):
+        sums = weighted_sums(grouped, x, dy, gamma, mean, part)
+        numbers = _coefficients(mean[part], inv_std[part], sums, grouped.count)
+        for c in grouped.chunks(part, x.itemsize):
             input_grad(x[c], dy[c], gamma[grouped.affine_part(c)], numbers, dx[c])
 
-    call.share(grouped.groups(size), block)
+    call.share(grouped.groups(x.itemsize), block)
 
 
 # Group and layer normalisation of image strips, split into per-strip operations.
@@ -148,7 +125,7 @@ def group_norm_merge(call: KernelCall) -> None:
 
 def group_norm_apply(call: KernelCall) -> None:
     """Normalise a strip by the statistics of its image."""
-    grouped = Grouped.of(call.inputs[0], call.attrs)
+    grouped = Grouped(call.inputs[0], call.attrs)
     x, y = (v.reshape(grouped.shape) for v in (call.inputs[0], call.outputs[0]))
     gamma, beta = (v.reshape(grouped.affine) for v in call.inputs[1:3])
     mean, inv_std = (v[..., None, None] for v in call.inputs[3:])
@@ -165,13 +142,9 @@ def group_norm_apply(call: KernelCall) -> None:
 
 def group_norm_grad_sums(call: KernelCall) -> None:
     """Compute a strip's share of dgamma and dbeta, and of its groups' sums."""
-    grouped = Grouped.of(call.inputs[0], call.attrs)
-    x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
-    gamma = call.inputs[2].reshape(grouped.affine)
-    mean, inv_std = (v[..., None, None] for v in call.inputs[3:])
-    dgamma, dbeta = (v.reshape(grouped.affine) for v in call.outputs[:2])
-    totals = call.outputs[2]
-    affine_grads(call, grouped, (x, dy, mean, inv_std), dgamma, dbeta)
+    grouped, x, dy, gamma, mean, inv_std = _gradient_operands(call)
+    *gradients, totals = call.outputs
+    affine_grads(call, grouped, (x, dy, mean, inv_std), gradients)
 
     def block(part: tuple[slice, slice]) -> None:
         for place, found in enumerate(weighted_sums(grouped, x, dy, gamma, mean, part)):
@@ -182,23 +155,35 @@ def group_norm_grad_sums(call: KernelCall) -> None:
 
 def group_norm_grad_apply(call: KernelCall) -> None:
     """Compute dx of a strip from the sums of its whole image."""
-    grouped = Grouped.of(call.inputs[0], call.attrs)
-    x, dy = (v.reshape(grouped.shape) for v in call.inputs[:2])
-    gamma = call.inputs[2].reshape(grouped.affine)
-    mean, inv_std = (v[..., None, None] for v in call.inputs[3:5])
-    total, dots = call.inputs[5].astype(np.float64)
-    dx = call.outputs[0].reshape(grouped.shape)
-    inv, count = inv_std[..., 0, 0].astype(np.float64), call.attrs["count"]
-    offset = (-inv * total / count).astype(x.dtype)[..., None, None]
-    along = (-(inv**3) * dots / count).astype(x.dtype)[..., None, None]
+    grouped, x, dy, gamma, mean, inv_std = _gradient_operands(call)
+    sums, dx = call.inputs[5].astype(np.float64), grouped.view(call.outputs[0])
+    whole = _coefficients(mean, inv_std, sums, call.attrs["count"])
 
     def tile(part: Part) -> None:
-        group = part[:2]
-        numbers = mean[group], inv_std[group], along[group], offset[group]
+        numbers = [number[part[:2]] for number in whole]
         affine = gamma[grouped.affine_part(part)]
         input_grad(x[part], dy[part], affine, numbers, dx[part])
 
     call.share(tiles(grouped.shape, BLOCK_BYTES // x.itemsize), tile)
+
+
+def _gradient_operands(call: KernelCall) -> tuple[Grouped, Any, Any, Any, Any, Any]:
+    """Return the grouping, and views of x, dy, gamma, mean and inv_std."""
+    x, dy, gamma, mean, inv_std = call.inputs[:5]
+    grouped = Grouped(x, call.attrs)
+    gamma = gamma.reshape(grouped.affine)
+    statistics = mean[..., None, None], inv_std[..., None, None]
+    return grouped, grouped.view(x), grouped.view(dy), gamma, *statistics
+
+
+def _coefficients(
+    mean: Any, inv_std: Any, sums: Sequence[Any], count: int
+) -> tuple[Any, Any, Any, Any]:
+    """Return what `input_grad` takes, from the `weighted_sums` of whole groups."""
+    (total, dots), inverse = sums, inv_std[..., 0, 0].astype(np.float64)
+    offset = (-inverse * total / count).astype(inv_std.dtype)[..., None, None]
+    along = (-(inverse**3) * dots / count).astype(inv_std.dtype)[..., None, None]
+    return mean, inv_std, along, offset
 
 
 _SAMPLES = 64  # most samples summed in single precision for gradients of gamma
@@ -217,9 +202,7 @@ def weighted_sums(
     return total, dots
 
 
-def input_grad(
-    x: Any, dy: Any, gamma: Any, numbers: tuple[Any, Any, Any, Any], out: Any
-) -> None:
+def input_grad(x: Any, dy: Any, gamma: Any, numbers: Sequence[Any], out: Any) -> None:
     """Compute dx of a tile from (mean, inv_std, along, offset) of its groups."""
     centre, inverse, along, offset = numbers
     deviation = x - centre
@@ -231,10 +214,11 @@ def input_grad(
 
 
 def affine_grads(
-    call: KernelCall, grouped: Grouped, arrays: tuple[Any, ...], dgamma: Any, dbeta: Any
+    call: KernelCall, grouped: Grouped, arrays: Sequence[Any], gradients: Sequence[Any]
 ) -> None:
     """Sum dy x̂ and dy over samples, and over pixels unless gamma is per element."""
     x, dy, mean, inv_std = arrays
+    dgamma, dbeta = (v.reshape(grouped.affine) for v in gradients)
     samples = grouped.shape[0]
     per_element = grouped.affine[3] == grouped.shape[3]
 

@@ -13,6 +13,7 @@ from mucudnn.backends.cpu.kernels.reductions import total_dot
 from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     KernelCall,
+    Part,
     Run,
     as_ncs,
     tiles,
@@ -86,7 +87,7 @@ def mean_squared_error_grad(call: KernelCall) -> None:
     out = call.outputs[0].reshape(-1)
     factor = 2 * float(call.inputs[2]) / call.attrs.get("count", a.size)
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         np.subtract(a[part], b[part], out=out[part])
         out[part] *= factor
 

@@ -12,6 +12,7 @@ from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     Attrs,
     KernelCall,
+    Part,
     Run,
     as_ncs,
     tiles,
@@ -54,7 +55,7 @@ def _each_column(call: KernelCall, x: Any, fn: Callable[[int, slice], None]) -> 
     N, C, S = x.shape
     pixels = tiles((N, S), max(1, BLOCK_BYTES // 2 // x.itemsize // C))
 
-    def block(part: tuple[slice, ...]) -> None:
+    def block(part: Part) -> None:
         samples, s = part
         for n in range(samples.start, samples.stop):
             fn(n, s)

@@ -18,6 +18,7 @@ from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     Attrs,
     KernelCall,
+    Part,
     Run,
     tiles,
 )
@@ -39,7 +40,7 @@ def max_pool(call: KernelCall) -> None:
         images = {p: windows.gather(x, p, -np.inf, scratch) for p in windows.phases()}
         best = windows.reduce(images, np.maximum, scratch)
         number = _first_equal(windows, images, best, scratch)
-        place = windows.outputs()
+        place = windows.place
         y[place] = windows.inner(best)
         # NaN equals nothing, and -inf also the padding: search again, in the image.
         if not np.isfinite(y[place]).all():
@@ -56,13 +57,17 @@ def max_pool_grad(call: KernelCall) -> None:
     pixels = math.prod(axis.size for axis in spatial)
     dy, index = (v.reshape([axis.out for axis in axes]) for v in call.inputs)
     dx = call.outputs[0].reshape(planes.size, pixels)
-    steps = _steps(spatial)
+    # Flat distance of each element of a window from its first.
+    pitches = _pitches([axis.size for axis in spatial])
+    pairs = zip(spatial, pitches, strict=True)
+    along = [np.arange(axis.kernel) * pitch for axis, pitch in pairs]
+    steps = functools.reduce(np.add.outer, along).reshape(-1)
     parts = tiles(dy.shape[1:], _INDEXED)
     together = max(1, _INDEXED // math.prod(dy.shape[1:]))
     alike = len(parts) == 1  # then corners are equal for all blocks of planes
     corners = _corners(spatial, parts[0], together, pixels) if alike else None
 
-    def block(part: tuple[slice, ...]) -> None:
+    def block(part: Part) -> None:
         (some,) = part
         target = dx[some].reshape(-1)
         target[...] = 0
@@ -98,7 +103,7 @@ def avg_pool(call: KernelCall) -> None:
     def tile(windows: Windows) -> None:
         call.scratch.restart()
         images = {p: windows.gather(x, p, 0.0, call.scratch) for p in windows.phases()}
-        place = windows.outputs()
+        place = windows.place
         total = windows.inner(windows.reduce(images, np.add, call.scratch))
         np.divide(total, _divisors(counts, place, y.dtype), out=y[place])
 
@@ -116,16 +121,20 @@ def avg_pool_grad(call: KernelCall) -> None:
     counts = [_count(axis, call.attrs["count_include_pad"]) for axis in axes]
 
     def tile(windows: Windows) -> None:
-        gradient = _CoveringWindows(windows, dy)
-        share_of = gradient.image[gradient.inside]
-        share_of /= _divisors(counts, gradient.source, dy.dtype)
+        # Zeros where no window exists: borders are no special case.
+        flat = np.zeros(windows.size + windows.spare, dy.dtype)
+        inside, source = windows.covering()
+        share_of = flat[: windows.size].reshape(windows.lengths)[inside]
+        np.divide(dy[source], _divisors(counts, source, dy.dtype), out=share_of)
         # Elements in the same phase of the strides are reached by the same taps.
         for phase in itertools.product(*(range(axis.stride) for axis in axes)):
             total: Any = None
             for tap in windows.taps():
                 where, offset = windows.locate(tap)
                 if where == phase:
-                    part = gradient.displaced(offset)
+                    # For each position, the window whose element of this tap is there.
+                    start = windows.spare - offset
+                    part = flat[start : start + windows.size]
                     total = part.copy() if total is None else np.add(total, part, total)
             windows.scatter(phase, total, dx)
 
@@ -167,7 +176,7 @@ def _global_mean(call: KernelCall, x: Any, y: Any) -> None:
     planes, means = x.reshape(-1, pixels), y.reshape(-1)
     share_of = np.full(pixels, 1 / pixels, x.dtype)
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         np.matmul(planes[part], share_of, out=means[part])
 
     call.share(tiles(means.shape, max(1, 2 * BLOCK_BYTES // x[0, 0].nbytes)), tile)
@@ -177,43 +186,14 @@ def _global_mean_grad(call: KernelCall, dy: Any, dx: Any) -> None:
     pixels = math.prod(dx.shape[2:])
     planes, column = dx.reshape(-1, pixels), dy.reshape(-1, 1)
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         np.multiply(column[part], 1 / pixels, out=planes[part])
 
     rows = max(1, 2 * BLOCK_BYTES // dx[0, 0].nbytes)
     call.share(tiles((len(planes),), rows), tile)
 
 
-class _CoveringWindows:
-    """Results of all windows that cover a tile, including those that start before it.
-
-    They are zero where no window exists, so gradients need no special case at borders.
-    `image` is a copy, one element per window, of `source` in its part `inside`.
-    """
-
-    def __init__(self, windows: "Windows", results: Any) -> None:
-        self._size, self._spare = windows.size, windows.spare
-        self._flat = np.zeros(self._size + self._spare, results.dtype)
-        self.image = self._flat[: self._size].reshape(windows.lengths)
-        inside, source = [], []
-        for axis, start, length in zip(
-            windows.axes, windows.starts, windows.lengths, strict=True
-        ):
-            first = start - axis.reach
-            low = min(length, max(0, -first))
-            high = max(low, min(length, axis.out - first))
-            inside.append(slice(low, high))
-            source.append(slice(first + low, first + high))
-        self.inside, self.source = tuple(inside), tuple(source)
-        self.image[self.inside] = results[self.source]
-
-    def displaced(self, offset: int) -> Any:
-        """Return, per position, the window whose element at this offset is there."""
-        start = self._spare - offset
-        return self._flat[start : start + self._size]
-
-
-def _divisors(counts: Sequence[Any], place: tuple[slice, ...], dtype: Any) -> Any:
+def _divisors(counts: Sequence[Any], place: Part, dtype: Any) -> Any:
     """Return divisors from the counts along each axis; one number if they are equal."""
     along = [of[part] for of, part in zip(counts, place, strict=True)]
     if all((of == of[:1]).all() for of in along):
@@ -267,26 +247,15 @@ def _search_inside(
         number[found & windows.element(inside, tap) & ~np.isfinite(best)] = i
 
 
-def _pitches(axes: list[Axis]) -> list[int]:
-    sizes = [axis.size for axis in axes]
-    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+def _pitches(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
 
-def _steps(axes: list[Axis]) -> Any:
-    """Return the flat distance of each element of a window from its first."""
-    along = (
-        np.arange(axis.kernel) * pitch
-        for axis, pitch in zip(axes, _pitches(axes), strict=True)
-    )
-    return functools.reduce(np.add.outer, along).reshape(-1)
-
-
-def _corners(
-    axes: list[Axis], part: tuple[slice, ...], planes: int, pixels: int
-) -> Any:
+def _corners(axes: list[Axis], part: Part, planes: int, pixels: int) -> Any:
     """Return the flat positions of windows' first elements, maybe in the padding."""
     along = [np.arange(planes) * pixels]
-    for axis, pitch, s in zip(axes, _pitches(axes), part, strict=True):
+    pitches = _pitches([axis.size for axis in axes])
+    for axis, pitch, s in zip(axes, pitches, part, strict=True):
         first = np.arange(s.start, s.stop) * axis.stride - axis.padding
         along.append(first * pitch)
     return functools.reduce(np.add.outer, along)
@@ -312,51 +281,31 @@ def spatial_axes(shape: Sequence[int], out: Sequence[int], attrs: Attrs) -> list
     return [Axis(shape[0] * shape[1], out[0] * out[1]), *(Axis(*v) for v in spatial)]
 
 
-@dataclass(frozen=True)
 class Windows:
-    """Positions [start, stop) on every axis, plus those that windows reach beyond them.
+    """Positions of a tile on every axis, plus those that windows reach beyond them.
 
-    `starts` and `counts` are the first position and the number of positions of the
-    tile.
+    `place` are the tile's slices in a tensor of windows: `counts` positions from
+    `starts` on. An image of one phase has the shape `lengths`, the positions beyond
+    included, and `size` elements. `pitches` are the flat distances of neighbours along
+    each axis, and `spare` the elements that flat offsets may run past the end.
     """
 
-    axes: tuple[Axis, ...]
-    starts: tuple[int, ...]
-    counts: tuple[int, ...]
+    def __init__(self, axes: Sequence[Axis], place: Part) -> None:
+        self.axes, self.place = axes, place
+        self.starts = [s.start for s in place]
+        self.counts = [s.stop - s.start for s in place]
+        pairs = zip(axes, self.counts, strict=True)
+        self.lengths = [count + axis.reach for axis, count in pairs]
+        self.size, self.pitches = math.prod(self.lengths), _pitches(self.lengths)
+        steps = zip(axes, self.pitches, strict=True)
+        self.spare = sum(axis.reach * pitch for axis, pitch in steps)
 
     @classmethod
     def cover(
         cls, axes: Sequence[Axis], positions: Sequence[int], itemsize: int
     ) -> "list[Windows]":
         """Return tiles that cover all positions."""
-        found = []
-        for part in tiles(positions, _TILE_BYTES // itemsize):
-            starts, counts = (s.start for s in part), (s.stop - s.start for s in part)
-            found.append(cls(tuple(axes), tuple(starts), tuple(counts)))
-        return found
-
-    @functools.cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Shape of an image of one phase: the positions and those beyond."""
-        pairs = zip(self.axes, self.counts, strict=True)
-        return tuple(count + axis.reach for axis, count in pairs)
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Elements of one image."""
-        return math.prod(self.lengths)
-
-    @functools.cached_property
-    def pitches(self) -> tuple[int, ...]:
-        """Flat distance of neighbours along each axis."""
-        lengths = self.lengths
-        return tuple(math.prod(lengths[i + 1 :]) for i in range(len(lengths)))
-
-    @functools.cached_property
-    def spare(self) -> int:
-        """Elements that flat offsets may run past the end."""
-        pairs = zip(self.axes, self.pitches, strict=True)
-        return sum(axis.reach * pitch for axis, pitch in pairs)
+        return [cls(axes, part) for part in tiles(positions, _TILE_BYTES // itemsize)]
 
     def phases(self) -> Iterator[tuple[int, ...]]:
         """Yield every phase that a window touches."""
@@ -374,11 +323,6 @@ class Windows:
         """Return one element of every window, flat, from the images by phase."""
         phase, offset = self.locate(tap)
         return images[phase][offset : offset + self.size]
-
-    def outputs(self) -> tuple[slice, ...]:
-        """Return the tile's slices in a tensor of windows."""
-        pairs = zip(self.starts, self.counts, strict=True)
-        return tuple(slice(start, start + count) for start, count in pairs)
 
     def inner(self, flat: Any) -> Any:
         """Return the positions of an image, without the rest of its rows."""
@@ -405,7 +349,7 @@ class Windows:
 
     def overlap(
         self, phase: Sequence[int], lengths: Sequence[int]
-    ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    ) -> tuple[Part, Part]:
         """Return the part of a phase's image in the tensor, as slices of both."""
         inside, source = [], []
         for axis, start, r, length in zip(
@@ -418,6 +362,22 @@ class Windows:
             inside.append(slice(low, high))
             reached = slice(begin, begin + (high - low) * axis.stride, axis.stride)
             source.append(reached if high > low else slice(0, 0))
+        return tuple(inside), tuple(source)
+
+    def covering(self) -> tuple[Part, Part]:
+        """Return the windows that cover the tile, some of which start before it.
+
+        As slices of an image of one element per window, and of a tensor of windows.
+        """
+        inside, source = [], []
+        for axis, start, length in zip(
+            self.axes, self.starts, self.lengths, strict=True
+        ):
+            first = start - axis.reach
+            low = min(length, max(0, -first))
+            high = max(low, min(length, axis.out - first))
+            inside.append(slice(low, high))
+            source.append(slice(first + low, first + high))
         return tuple(inside), tuple(source)
 
     def reduce(

@@ -10,6 +10,7 @@ from mucudnn.backends.cpu.kernels.tiles import (
     BLOCK_BYTES,
     LARGE_BYTES,
     KernelCall,
+    Part,
     Run,
     as_ncs,
     even,
@@ -43,7 +44,7 @@ def bias_grad(call: KernelCall) -> None:
     """Sum dy over samples and pixels."""
     dy, db = as_ncs(call.inputs[0]), call.outputs[0]
 
-    def block(item: tuple[slice, list[tuple[slice, ...]]]) -> None:
+    def block(item: tuple[slice, list[Part]]) -> None:
         channels, chunks = item
         total: Any = 0.0
         for chunk in chunks:
@@ -82,7 +83,7 @@ def _add_bias(call: KernelCall, *, relu: bool) -> None:
     x, y = as_ncs(call.inputs[0]), as_ncs(call.outputs[0])
     b = call.inputs[1][:, None]
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         out = y[part]
         np.add(x[part], b[part[1]], out=out)
         if relu:
@@ -105,7 +106,7 @@ _NEIGHBOURS = 64  # least channels at a time where they are contiguous (S = 1)
 
 def channel_chunks(
     shape: tuple[int, ...], limit: int
-) -> list[tuple[slice, list[tuple[slice, ...]]]]:
+) -> list[tuple[slice, list[Part]]]:
     """Return (channels, the chunks (n, c, s) that cover them) for an array (N, C, S).
 
     Channels are taken together while all their samples fit in a tile of `limit`
@@ -116,14 +117,14 @@ def channel_chunks(
     together = shared(N * C * S, limit) // max(1, N * S)
     most = max(_NEIGHBOURS if S == 1 else 1, together)
     step = even(C, most)
-    items: list[tuple[slice, list[tuple[slice, ...]]]] = []
+    items: list[tuple[slice, list[Part]]] = []
     for first in range(0, C, step):
         channels = slice(first, min(first + step, C))
         width = channels.stop - first
         starts = range(0, S, LONGEST_ROW) or [0]
         rows = [slice(i, min(i + LONGEST_ROW, S)) for i in starts]
         longest = max(1, width * min(S, LONGEST_ROW))
-        chunks: list[tuple[slice, ...]] = [
+        chunks: list[Part] = [
             (n, channels, s) for s in rows for (n,) in tiles((N,), limit // longest)
         ]
         items.append((channels, chunks))

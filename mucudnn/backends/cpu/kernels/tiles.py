@@ -16,6 +16,9 @@ from mucudnn.backends.cpu.threads import Scratch, Workers
 
 T = TypeVar("T")
 Attrs = Mapping[str, Any]
+Part = tuple[slice, ...]
+"""Slices of an array, one per axis."""
+
 BLOCK_BYTES = 512 << 10
 """Bytes of each operand of a tile."""
 
@@ -42,10 +45,7 @@ class KernelCall:
         self.workers.each(items, lambda _, item: fn(item), max(1, len(items)))
 
     def tiles_of(
-        self,
-        array: Any,
-        fn: Callable[[tuple[slice, ...]], object],
-        nbytes: int = BLOCK_BYTES,
+        self, array: Any, fn: Callable[[Part], object], nbytes: int = BLOCK_BYTES
     ) -> None:
         """Call `fn(part)` for each tile of an array."""
         most = shared(array.size, nbytes // array.itemsize)
@@ -89,23 +89,17 @@ def even(total: int, limit: int, unit: int = 1) -> int:
     return min(max(1, limit), -(-portion // unit) * unit)
 
 
-def greedy(shape: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Return the largest tile of at most `limit` elements, whole along last axes."""
-    tile: list[int] = []
+def tiles(shape: Sequence[int], limit: int) -> list[Part]:
+    """Return slices that cover a shape in tiles of at most `limit` elements.
+
+    Tiles are as large as possible and whole along the last axes.
+    """
+    ranges = []
     for size in reversed(shape):
-        tile.append(max(1, min(size, limit)))
-        limit = max(1, limit // tile[-1]) if tile[-1] == size else 1
-    return tuple(reversed(tile))
-
-
-def tiles(shape: Sequence[int], limit: int) -> list[tuple[slice, ...]]:
-    """Return slices that cover a shape in tiles of at most `limit` elements."""
-    steps = greedy(shape, limit)
-    ranges = (
-        [slice(i, min(i + step, size)) for i in range(0, size, step)]
-        for size, step in zip(shape, steps, strict=True)
-    )
-    return list(itertools.product(*ranges))
+        step = max(1, min(size, limit))
+        limit = max(1, limit // step) if step == size else 1
+        ranges.append([slice(i, min(i + step, size)) for i in range(0, size, step)])
+    return list(itertools.product(*reversed(ranges)))
 
 
 def as_ncs(array: Any) -> Any:

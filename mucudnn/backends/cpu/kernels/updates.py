@@ -8,13 +8,12 @@ Copy and gradient may be `turned`: stored as (K, *taps, C) for a filter (K, C, *
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mucudnn.backends.cpu.kernels.tiles import Attrs, KernelCall, Run
-from mucudnn.backends.cpu.threads import Scratch
 
 
 def sgd(attrs: Attrs, rate: float, w: Any, g: Any) -> None:
@@ -50,99 +49,71 @@ def rmsprop(attrs: Attrs, rate: float, w: Any, g: Any, s: Any) -> None:
     _scaled_step(w, g, s, rate, attrs["eps"])
 
 
-def adam(call: KernelCall) -> None:
+def adam(attrs: Attrs, lr: float, w: Any, g: Any, m: Any, v: Any) -> None:
     """Run Adam (Kingma, Ba, 2015); `decoupled`: AdamW (Loshchilov, Hutter, 2019)."""
-    (w, dw, lr, step, m, v, *copies), attrs, skipped = _unscaled(call)
-    if attrs is None:
-        return
     # Bias corrections are folded into the rate and into epsilon.
-    beta1, beta2 = attrs["beta1"], attrs["beta2"]
-    count = int(step) + 1 - skipped
+    beta1, beta2, count = attrs["beta1"], attrs["beta2"], attrs["count"]
     root = math.sqrt(1 - beta2**count)
-    rate = float(lr) * root / (1 - beta1**count)
-    eps = attrs["eps"] * root
-    decay = 1 - float(lr) * attrs["weight_decay"] if attrs["decoupled"] else 1.0
-
-    def block(w: Any, dw: Any, m: Any, v: Any, *copies: Any) -> None:
-        g = _gradient(w, dw, attrs, call.scratch, decay=not attrs["decoupled"])
-        if decay != 1:
-            w *= decay
-        change = g * (1 - beta1)
-        m *= beta1
-        m += change
-        np.square(g, out=g)
-        g *= 1 - beta2
-        v *= beta2
-        v += g
-        np.sqrt(v, out=g)
-        g += eps
-        np.divide(m, g, out=g)
-        g *= rate
-        w -= g
-        for copy in copies:
-            copy[...] = w
-
-    _in_blocks(call, (w, dw, m, v), copies, block)
+    rate = lr * root / (1 - beta1**count)
+    decay = 1 - lr * attrs["weight_decay"] if attrs["decoupled"] else 1.0
+    if decay != 1:
+        w *= decay
+    change = g * (1 - beta1)
+    m *= beta1
+    m += change
+    np.square(g, out=g)
+    g *= 1 - beta2
+    v *= beta2
+    v += g
+    np.sqrt(v, out=g)
+    g += attrs["eps"] * root
+    np.divide(m, g, out=g)
+    g *= rate
+    w -= g
 
 
-def _unscaled(call: KernelCall) -> tuple[Sequence[Any], Attrs | None, int]:
-    """Return operands, unscaling attributes (None: skip), and skipped steps."""
-    if not call.attrs.get("scaled"):
-        return call.inputs, call.attrs, 0
-    *operands, scale, counts = call.inputs
-    overflowed, _, skipped = counts.tolist()
-    factor = call.attrs["gradient_scale"] / (float(scale) or 1.0)  # 0 when timed
-    attrs = None if overflowed else {**call.attrs, "gradient_scale": factor}
-    return operands, attrs, skipped
+def _update(formula: Callable[..., None], *, counted: bool = False) -> Run:
+    """Make a kernel of a formula (attributes, rate, tiles of w, g, state).
 
-
-def _update(formula: Callable[..., None]) -> Run:
-    """Make a kernel of a formula (attributes, rate, tiles of w, g, state)."""
+    If `counted`, the step number comes before the state, and the attribute `count` is
+    the number of steps that were taken, this one included.
+    """
 
     def run(call: KernelCall) -> None:
-        (w, dw, lr, *others), attrs, _ = _unscaled(call)
-        if attrs is None:
-            return
+        (w, dw, lr, *others), attrs, skipped = call.inputs, call.attrs, 0
+        if attrs.get("scaled"):
+            *others, scale, counts = others
+            overflowed, _, skipped = counts.tolist()
+            if overflowed:
+                return
+            factor = attrs["gradient_scale"] / (float(scale) or 1.0)  # 0 when timed
+            attrs = {**attrs, "gradient_scale": factor}
+        if counted:
+            attrs = {**attrs, "count": int(others.pop(0)) + 1 - skipped}
         kept = len(others) - bool(attrs.get("copied"))
-        state, copies = others[:kept], others[kept:]
+        factor, decay = attrs["gradient_scale"], attrs["weight_decay"]
 
         def block(w: Any, dw: Any, *others: Any) -> None:
-            g = _gradient(w, dw, attrs, call.scratch)
+            g = call.scratch.like(w)
+            if attrs.get("decoupled") or not decay:
+                np.multiply(dw, factor, out=g, dtype=w.dtype)
+            else:
+                np.multiply(w, decay, out=g)
+                as_it_is = factor == 1 and dw.dtype == w.dtype
+                g += dw if as_it_is else np.multiply(dw, factor, dtype=w.dtype)
             formula(attrs, float(lr), w, g, *others[:kept])
             for copy in others[kept:]:
                 copy[...] = w
 
-        _in_blocks(call, (w, dw, *state), copies, block)
+        if not attrs.get("turned"):
+            call.flat_blocks([w, dw, *others], block)
+            return
+        # A copy in another layout is written after all blocks.
+        call.flat_blocks([w, np.moveaxis(dw, -1, 1), *others[:kept]], block)
+        for copy in others[kept:]:
+            copy[...] = np.moveaxis(w, 1, -1)
 
     return run
-
-
-def _in_blocks(
-    call: KernelCall,
-    arrays: Sequence[Any],
-    copies: Sequence[Any],
-    block: Callable[..., None],
-) -> None:
-    """Update (w, dw, *state) block by block; copies likewise or, if turned, after."""
-    if not call.attrs.get("turned"):
-        call.flat_blocks([*arrays, *copies], block)
-        return
-    w, dw, *state = arrays
-    call.flat_blocks([w, np.moveaxis(dw, -1, 1), *state], block)
-    for copy in copies:
-        copy[...] = np.moveaxis(w, 1, -1)
-
-
-def _gradient(
-    w: Any, dw: Any, attrs: Attrs, scratch: Scratch, decay: bool = True
-) -> Any:
-    g, factor = scratch.like(w), attrs["gradient_scale"]
-    if not decay or not attrs["weight_decay"]:
-        return np.multiply(dw, factor, out=g, dtype=w.dtype)
-    np.multiply(w, attrs["weight_decay"], out=g)
-    as_it_is = factor == 1 and dw.dtype == w.dtype
-    g += dw if as_it_is else np.multiply(dw, factor, dtype=w.dtype)
-    return g
 
 
 def accumulate(call: KernelCall) -> None:
@@ -190,7 +161,7 @@ def _scaled_step(w: Any, g: Any, s: Any, rate: float, eps: float) -> None:
 
 OPERATIONS: dict[str, Run] = {
     "adagrad": _update(adagrad),
-    "adam": adam,
+    "adam": _update(adam, counted=True),
     "momentum": _update(momentum),
     "rmsprop": _update(rmsprop),
     "sgd": _update(sgd),

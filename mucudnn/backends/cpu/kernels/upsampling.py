@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Run, tiles
+from mucudnn.backends.cpu.kernels.tiles import BLOCK_BYTES, KernelCall, Part, Run, tiles
 
 
 def upsample_nearest(call: KernelCall) -> None:
@@ -19,7 +19,7 @@ def upsample_nearest(call: KernelCall) -> None:
     scale = call.attrs["scale"]
     rank = len(scale)
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         out, source = y[_enlarged(part, scale)], x[part]
         for k in range(scale[-1]):
             out[_repetition([*[0] * (rank - 1), k], scale)] = source
@@ -36,7 +36,7 @@ def upsample_nearest_grad(call: KernelCall) -> None:
     dy, dx = _planes(call.inputs[0]), _planes(call.outputs[0])
     scale = call.attrs["scale"]
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         out, source = dx[part], dy[_enlarged(part, scale)]
         for number, phase in enumerate(np.ndindex(*scale)):
             repetition = source[_repetition(phase, scale)]
@@ -53,7 +53,7 @@ def upsample_bilinear(call: KernelCall) -> None:
     x, y = _planes(call.inputs[0]), _planes(call.outputs[0])
     scale = call.attrs["scale"]
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         values = _with_halo(x, part, [1] * len(scale))
         for axis, s in enumerate(scale, 1):
             shape = list(values.shape)
@@ -71,7 +71,7 @@ def upsample_bilinear_grad(call: KernelCall) -> None:
     dy, dx = _planes(call.inputs[0]), _planes(call.outputs[0])
     scale = call.attrs["scale"]
 
-    def tile(part: tuple[slice, ...]) -> None:
+    def tile(part: Part) -> None:
         values = _with_halo(dy, _enlarged(part, scale), scale)
         for axis in range(len(scale), 0, -1):
             values = _interpolate_transposed(values, axis, scale[axis - 1])
@@ -85,24 +85,24 @@ def _planes(array: Any) -> Any:
     return array.reshape(N * C, *spatial)
 
 
-def _tiles(x: Any, scale: Sequence[int]) -> list[tuple[slice, ...]]:
+def _tiles(x: Any, scale: Sequence[int]) -> list[Part]:
     """Return tiles of the small image whose enlargements have the size of a tile."""
     grown = int(np.prod(scale))
     return tiles(x.shape, max(1, BLOCK_BYTES // x.itemsize // grown))
 
 
-def _repetition(phase: Sequence[int], scale: Sequence[int]) -> tuple[slice, ...]:
+def _repetition(phase: Sequence[int], scale: Sequence[int]) -> Part:
     """Return the slices of one repetition of each pixel, along the first axes."""
     pairs = zip(phase, scale, strict=False)
     return (slice(None), *(slice(k, None, s) for k, s in pairs))
 
 
-def _enlarged(part: tuple[slice, ...], scale: Sequence[int]) -> tuple[slice, ...]:
+def _enlarged(part: Part, scale: Sequence[int]) -> Part:
     spatial = zip(part[1:], scale, strict=True)
     return (part[0], *(slice(p.start * s, p.stop * s) for p, s in spatial))
 
 
-def _with_halo(x: Any, part: tuple[slice, ...], halo: Sequence[int]) -> Any:
+def _with_halo(x: Any, part: Part, halo: Sequence[int]) -> Any:
     """Copy a tile with its surroundings; reflections beyond the border."""
     source, beyond = [], []
     for size, p, h in zip(x.shape, part, (0, *halo), strict=True):

@@ -5,6 +5,8 @@ Rows of the graph API come first, in the order of its heuristics; rows of the fi
 micro-batches summed in float32.
 """
 
+import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,6 @@ from mucudnn.backends.cuda.conv.graph_api import (
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
 from mucudnn.backends.cuda.conv.legacy_api import LegacyLibrary
 from mucudnn.backends.cuda.descriptors import Session
-from mucudnn.backends.cuda.device import LruCache
 from mucudnn.errors import (
     BackendError,
     BackendUnavailableError,
@@ -30,7 +31,7 @@ from mucudnn.errors import (
     StepFailedError,
     UnsupportedError,
 )
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.numerics import FLOAT32_SUM, HALF_SUM, Traits
 
 _LAUNCHES = 256  # prebuilt calls of `run` in the cache; a plan holds its own
@@ -46,12 +47,11 @@ class CudaConv:
         self._absent = absent
         self.graph = GraphLibrary(session)
         self._legacy = LegacyLibrary(session) if absent is None else None
-        self._launches: LruCache[tuple[object, ...], Sequence[Launch]]
-        self._launches = LruCache(_LAUNCHES)
+        self._launches = functools.lru_cache(_LAUNCHES)(self.launches)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
         """See `ConvLibrary.algorithms`; in the order of cuDNN's heuristics."""
-        rows = [(n, row.workspace) for n, row in self._graph_rows(problem).items()]
+        rows = [(n, row.workspace) for n, row in self.graph_rows(problem).items()]
         if self._legacy is not None:
             legacy, _ = self._legacy.rows(problem)
             rows += [(name, row.workspace) for name, row in legacy.items()]
@@ -64,7 +64,7 @@ class CudaConv:
         """See `ConvLibrary.excluded`."""
         reasons = []
         try:
-            self.graph.rows(problem)
+            self.graph.rows(problem, None)
         except UnsupportedError as e:
             reasons.append((_NO_GRAPH, str(e)))
         if self._legacy is None:
@@ -76,7 +76,7 @@ class CudaConv:
     def traits(self, problem: ConvProblem, algo: str) -> Traits:
         """See `ConvLibrary.traits`."""
         name = algo.removesuffix(float32_sum.SUFFIX)
-        if (row := self._graph_rows(problem).get(name)) is not None:
+        if (row := self.graph_rows(problem).get(name)) is not None:
             traits = row.traits
         elif self._legacy is not None and name in self._legacy.rows(problem)[0]:
             traits = self._legacy.rows(problem)[0][name].traits
@@ -100,13 +100,9 @@ class CudaConv:
     ) -> None:
         """See `ConvLibrary.run`; the call is cached."""
         operands = operands_of(a, b, out, workspace)
-        key = (problem, algo, operands, accumulate)
-        launches = self._launches.get(key)
-        if launches is None:
-            launches = self.launches(
-                problem, algo, operands, first=True, accumulate=accumulate
-            )
-            self._launches.put(key, launches)
+        launches = self._launches(
+            problem, algo, operands, first=True, accumulate=accumulate
+        )
         execute(self.session, launches)
 
     def launches(
@@ -145,11 +141,13 @@ class CudaConv:
         )
         return [self._launch(problem, name, part, False), added]
 
-    def fused_rows(self, problem: ConvProblem, bias: str) -> Mapping[str, GraphRow]:
-        """Return the engines fused with bias and ReLU, in heuristic order."""
+    def graph_rows(
+        self, problem: ConvProblem, bias: str | None = None
+    ) -> Mapping[str, GraphRow]:
+        """Return engines (fused with bias and ReLU if given), in heuristic order."""
         try:
             return self.graph.rows(problem, bias)
-        except UnsupportedError:
+        except UnsupportedError:  # `excluded` says why
             return {}
 
     def dumps(
@@ -175,12 +173,6 @@ class CudaConv:
             PlanKey(problem, name, accumulate, alignment), operands
         )
 
-    def _graph_rows(self, problem: ConvProblem) -> Mapping[str, GraphRow]:
-        try:
-            return self.graph.rows(problem)
-        except UnsupportedError:  # `excluded` says why
-            return {}
-
 
 def _plan_key(problem: ConvProblem, algo: str, accumulate: bool) -> PlanKey:
     """Return the key of an algorithm's plan; with the float32 sum it never adds."""
@@ -190,11 +182,8 @@ def _plan_key(problem: ConvProblem, algo: str, accumulate: bool) -> PlanKey:
 
 def operands_of(a: Any, b: Any, out: Any, workspace: Any) -> Operands:
     """Return the addresses of CuPy arrays."""
-    if workspace is None:
-        return Operands(a.data.ptr, b.data.ptr, out.data.ptr, 0, 0)
-    return Operands(
-        a.data.ptr, b.data.ptr, out.data.ptr, workspace.data.ptr, workspace.nbytes
-    )
+    scratch = (0, 0) if workspace is None else (workspace.data.ptr, workspace.nbytes)
+    return Operands(a.data.ptr, b.data.ptr, out.data.ptr, *scratch)
 
 
 def execute(session: Session, launches: Sequence[Launch]) -> None:
@@ -219,16 +208,11 @@ _KNOWN = 64  # sets of addresses in the cache; at this number all are dropped
 
 @dataclass(slots=True)
 class _Bound:
-    steps: Sequence[tuple[AlgoPerf, int, Sequence[Launch]]]
+    """The launches of a plan (with algorithm and first sample), and their calls."""
+
+    launches: Sequence[tuple[Launch, str, int]]
     calls: Sequence[tuple[Callable[..., int], tuple[Any, ...]]]
     graph: Callable[[], None] | None = None
-
-    def at(self, position: int) -> tuple[AlgoPerf, int, Launch]:
-        return [
-            (step, start, launch)
-            for step, start, launches in self.steps
-            for launch in launches
-        ][position]
 
 
 class CudaPlan:
@@ -262,11 +246,11 @@ class CudaPlan:
         self._launch(bound)
 
     def _bind(self, operands: Operands, accumulate: bool) -> _Bound:
-        steps = []
+        launches: list[tuple[Launch, str, int]] = []
         sums = self.plan.problem.direction is Direction.BACKWARD_FILTER
         for step, start, micro in self._parts:
             try:
-                launches = self._conv.launches(
+                made = self._conv.launches(
                     micro,
                     step.algo,
                     step_operands(self.plan, start, operands),
@@ -275,9 +259,8 @@ class CudaPlan:
                 )
             except MucudnnError as e:
                 raise StepFailedError(step.algo, 0, e) from e
-            steps.append((step, start, launches))
-        calls = [(c.function, c.arguments) for _, _, cs in steps for c in cs]
-        return _Bound(steps, calls)
+            launches += [(launch, step.algo, start) for launch in made]
+        return _Bound(launches, [(c.function, c.arguments) for c, _, _ in launches])
 
     def _launch(self, bound: _Bound) -> None:
         position, session = 0, self._conv.session
@@ -286,10 +269,10 @@ class CudaPlan:
             for position, (function, arguments) in enumerate(bound.calls):
                 status = function(handle, *arguments)
                 if status:
-                    session.calls.raise_for(bound.at(position)[2].name, status)
+                    session.calls.raise_for(bound.launches[position][0].name, status)
         except MucudnnError as e:
-            step, start, _ = bound.at(position)
-            raise StepFailedError(step.algo, start, e) from e
+            _, algo, start = bound.launches[position]
+            raise StepFailedError(algo, start, e) from e
 
     def _replay(self, bound: _Bound, capture: Capture) -> None:
         """Launch the graph, captured on the second run, when all kernels are loaded.
@@ -342,50 +325,38 @@ class CudaEpilogues:
 
     def offers(self, problem: ConvProblem, bias: str) -> bool:
         """See `Epilogues.offers`."""
-        return bool(self._conv.fused_rows(problem, bias))
+        return bool(self._conv.graph_rows(problem, bias))
 
     def bind(
         self, plan: ConvPlan, x: Any, w: Any, bias: Any, y: Any, scratch: Any
     ) -> Callable[[], None] | None:
         """See `Epilogues.bind`."""
         operands, address = operands_of(x, w, y, scratch), bias.data.ptr
-        launches: list[Launch] = []
+        kind, launches = bias.dtype.name, []
         for window, step in plan.slices():
             micro = plan.problem.with_batch(step.batch)
             own = step_operands(plan, window.start, operands)
-            launch = self._launch(micro, step, own, bias.dtype.name, address)
-            if launch is None:
+            alignment = own.alignment(ALIGNMENT)
+            # The engine may assume this alignment of every address, also the bias's.
+            while address % alignment:
+                alignment //= 2
+            fitting = (
+                name
+                for name, row in self._conv.graph_rows(micro, kind).items()
+                if row.workspace <= own.nbytes
+                and row.traits.math_mode == step.math_mode
+                and row.traits.deterministic >= step.deterministic
+            )
+            # Some engines refuse only when they are built: try the next ones.
+            for name in itertools.islice(fitting, _TRIED):
+                key = PlanKey(micro, name, alignment=alignment, bias=kind)
+                try:
+                    launches.append(self._conv.graph.launch(key, own, address))
+                    break
+                except MucudnnError as e:
+                    logger.debug("%s for %s: %s", name, micro, e)
+            else:
                 logger.info("no engine does bias and ReLU within %s", plan)
                 return None
-            launches.append(launch)
         session = self._conv.session
         return lambda: execute(session, launches)
-
-    def _launch(
-        self,
-        micro: ConvProblem,
-        step: AlgoPerf,
-        operands: Operands,
-        dtype: str,
-        bias: int,
-    ) -> Launch | None:
-        """Return the call of the first usable engine for a micro-batch."""
-        alignment = operands.alignment(ALIGNMENT)
-        # The engine may assume this alignment of every address, also the bias's.
-        while bias % alignment:
-            alignment //= 2
-        fitting = (
-            name
-            for name, row in self._conv.fused_rows(micro, dtype).items()
-            if row.workspace <= operands.nbytes
-            and row.traits.math_mode == step.math_mode
-            and row.traits.deterministic >= step.deterministic
-        )
-        # Some engines refuse only when they are built: try the next ones.
-        for _, name in zip(range(_TRIED), fitting, strict=False):
-            key = PlanKey(micro, name, alignment=alignment, bias=dtype)
-            try:
-                return self._conv.graph.launch(key, operands, bias)
-            except MucudnnError as e:
-                logger.debug("%s for %s: %s", name, micro, e)
-        return None

@@ -1,9 +1,9 @@
 """cuDNN's graph API as a library: one algorithm for each engine configuration."""
 
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from mucudnn.backends.cuda.conv.launch import (
     DATA_TYPES,
@@ -15,7 +15,6 @@ from mucudnn.backends.cuda.conv.launch import (
     strides_of,
 )
 from mucudnn.backends.cuda.descriptors import Descriptor, Session
-from mucudnn.backends.cuda.device import LruCache
 from mucudnn.backends.cuda.libcudnn import (
     Attribute,
     AttributeType,
@@ -69,44 +68,38 @@ class GraphLibrary:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._listings: LruCache[tuple[ConvProblem, str | None], dict[str, GraphRow]]
-        self._listings = LruCache(_LISTINGS)
-        self._plans: LruCache[PlanKey, Descriptor] = LruCache(_PLANS)
+        self.rows = functools.lru_cache(_LISTINGS)(self._rows)
+        # The place of each plan, empty until it is built.
+        self._slot: Callable[[PlanKey], list[Descriptor]]
+        self._slot = functools.lru_cache(_PLANS)(lambda key: [])
 
-    def rows(
+    def _rows(
         self, problem: ConvProblem, bias: str | None = None
     ) -> dict[str, GraphRow]:
         """Return every engine configuration (every fused one for a `bias`) by name.
 
         The workspace of a filter gradient's engine is enough to add as well.
         """
-        if (rows := self._listings.get((problem, bias))) is not None:
-            return rows
-        found = self._engines(PlanKey(problem, "", bias=bias))
-        rows = {one.name: GraphRow(one.workspace, one.traits) for one in found}
+        rows = self._engines(PlanKey(problem, "", bias=bias))
         if problem.direction is Direction.BACKWARD_FILTER:
             # Most engines of channels last add by way of their workspace.
-            for one in self._engines(PlanKey(problem, "", accumulate=True)):
-                if (row := rows.get(one.name)) is not None:
-                    most = max(row.workspace, one.workspace)
-                    rows[one.name] = replace(row, workspace=most)
-        self._listings.put((problem, bias), rows)
+            adding = self._engines(PlanKey(problem, "", accumulate=True))
+            for name in rows.keys() & adding.keys():
+                most = max(rows[name].workspace, adding[name].workspace)
+                rows[name] = replace(rows[name], workspace=most)
         return rows
 
-    def _engines(self, key: PlanKey) -> tuple["Engine", ...]:
-        calls, description = self._session.calls, self._session.description
-        return engines(calls, self._graph(key), description, key.problem.dtype)
+    def _engines(self, key: PlanKey) -> dict[str, GraphRow]:
+        return engines(self._session, self._graph(key), key.problem.dtype)
 
     def plan(self, key: PlanKey) -> Descriptor:
         """Return the execution plan, built once."""
-        if (plan := self._plans.get(key)) is None:
-            graph = self._graph(key)
-            calls, description = self._session.calls, self._session.description
-            config = configuration(calls, graph, description, key.algo)
+        if not (slot := self._slot(key)):
+            config = configuration(self._session, self._graph(key), key.algo)
             plan = self._bare_plan()
             plan.set(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config)
-            self._plans.put(key, plan.finalize())
-        return plan
+            slot.append(plan.finalize())
+        return slot[0]
 
     def dumps(self, key: PlanKey) -> str:
         """Return an execution plan as cuDNN's JSON."""
@@ -116,7 +109,7 @@ class GraphLibrary:
         """Rebuild a plan from its JSON, without asking for engines."""
         plan = self._bare_plan()
         plan.set_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION, text)
-        self._plans.put(key, plan.finalize())
+        self._slot(key)[:] = [plan.finalize()]
 
     def launch(self, key: PlanKey, operands: Operands, bias: int = 0) -> Launch:
         """Return a call of a plan on given addresses; `bias` if the plan has one."""
@@ -140,29 +133,21 @@ class GraphLibrary:
         return Launch(calls.function(name), arguments, name, (plan, pack))
 
     def _graph(self, key: PlanKey) -> Descriptor:
-        calls, handle = self._session.calls, self._session.handle()
-        problem, alignment = key.problem, key.alignment
+        session, problem, alignment = self._session, key.problem, key.alignment
         if key.bias is not None:
-            return bias_relu_graph(
-                calls, problem, key.bias, alignment=alignment, handle=handle
-            )
-        add = key.accumulate
+            return bias_relu_graph(session, problem, key.bias, alignment=alignment)
         return operation_graph(
-            calls, problem, accumulate=add, alignment=alignment, handle=handle
+            session, problem, accumulate=key.accumulate, alignment=alignment
         )
 
     def _bare_plan(self) -> Descriptor:
         """Return a plan with its device; loading JSON crashes without one."""
         plan = Descriptor(self._session.calls, DescriptorType.EXECUTION_PLAN)
-        handle = self._session.handle()
-        if handle is not None:
+        if (handle := self._session.handle()) is not None:
             kind = AttributeType.HANDLE
-            plan.set(Attribute.EXECUTION_PLAN_HANDLE, handle, kind=kind)
-        elif (description := self._session.description) is not None:
-            plan.set(Attribute.EXECUTION_PLAN_DEVICEPROP, description)
-        else:
-            raise UnsupportedError("a plan needs a device or its description")
-        return plan
+            return plan.set(Attribute.EXECUTION_PLAN_HANDLE, handle, kind=kind)
+        description = self._session.description
+        return plan.set(Attribute.EXECUTION_PLAN_DEVICEPROP, description)
 
 
 # Enumeration of all engine configurations of cuDNN for a convolution.
@@ -180,18 +165,8 @@ _KNOB = re.compile(r"_k(\d+)=(-?\d+)")
 Knobs = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """An engine with knobs, named as `eng22_k5=2_k14=0`, and its exact workspace."""
-
-    name: str
-    workspace: int
-    traits: Traits
-    config: Descriptor
-
-
 def engine_name(index: int, knobs: Knobs) -> str:
-    """Return the name of an engine index and its (knob type, value) pairs."""
+    """Return a name such as `eng22_k5=2_k14=0`: engine index, knob types and values."""
     return f"eng{index}" + "".join(f"_k{kind}={value}" for kind, value in knobs)
 
 
@@ -204,33 +179,29 @@ def parse_engine_name(name: str) -> tuple[int, Knobs]:
     return int(match[1]), knobs
 
 
-def engines(
-    calls: Cudnn, graph: Descriptor, device: Descriptor | None, dtype: str
-) -> tuple[Engine, ...]:
+def engines(session: Session, graph: Descriptor, dtype: str) -> dict[str, GraphRow]:
     """Return all engine configurations for a finalized graph, in heuristic order.
 
-    `device` is a description if there is no device; `dtype` is that of the operands.
+    `dtype` is that of the operands.
     """
-    found: dict[str, Engine] = {}
-    for config in _configurations(calls, graph, device):
+    found: dict[str, GraphRow] = {}
+    for config in _configurations(session, graph):
         try:
-            engine = _read(calls, config, dtype)
+            name, row = _read(config, dtype)
         except MucudnnError:  # not available on this device after all
             continue
-        found.setdefault(engine.name, engine)
-    return tuple(found.values())
+        found.setdefault(name, row)
+    return found
 
 
-def configuration(
-    calls: Cudnn, graph: Descriptor, device: Descriptor | None, name: str
-) -> Descriptor:
+def configuration(session: Session, graph: Descriptor, name: str) -> Descriptor:
     """Rebuild the configuration of a name, without asking the heuristics."""
     index, knobs = parse_engine_name(name)
-    config = Descriptor(calls, DescriptorType.ENGINECFG)
-    config.set(Attribute.ENGINECFG_ENGINE, _engine(calls, graph, device, index))
+    config = Descriptor(session.calls, DescriptorType.ENGINECFG)
+    config.set(Attribute.ENGINECFG_ENGINE, _engine(session, graph, index))
     choices = []
     for knob, value in knobs:
-        choice = Descriptor(calls, DescriptorType.KNOB_CHOICE)
+        choice = Descriptor(session.calls, DescriptorType.KNOB_CHOICE)
         kind = AttributeType.KNOB_TYPE
         choice.set(Attribute.KNOB_CHOICE_KNOB_TYPE, knob, kind=kind)
         choice.set(Attribute.KNOB_CHOICE_KNOB_VALUE, value)
@@ -240,67 +211,60 @@ def configuration(
     return config.finalize()
 
 
-def _configurations(
-    calls: Cudnn, graph: Descriptor, device: Descriptor | None
-) -> Iterator[Descriptor]:
+def _configurations(session: Session, graph: Descriptor) -> Iterator[Descriptor]:
     for mode in _HEURISTICS:
         try:
-            yield from _recommended(calls, graph, device, mode)
+            yield from _recommended(session, graph, mode)
         except UnsupportedError:  # the heuristic's list is empty
             continue
     (count,) = graph.get(Attribute.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT)
     for index in range(count):
         try:
-            engine = _engine(calls, graph, device, index)
-            config = Descriptor(calls, DescriptorType.ENGINECFG)
+            engine = _engine(session, graph, index)
+            config = Descriptor(session.calls, DescriptorType.ENGINECFG)
             yield config.set(Attribute.ENGINECFG_ENGINE, engine).finalize()
         except MucudnnError:  # most engines need other devices, types or shapes
             continue
 
 
 def _recommended(
-    calls: Cudnn, graph: Descriptor, device: Descriptor | None, mode: HeurMode
+    session: Session, graph: Descriptor, mode: HeurMode
 ) -> list[Descriptor]:
-    heuristic = Descriptor(calls, DescriptorType.ENGINEHEUR)
+    heuristic = Descriptor(session.calls, DescriptorType.ENGINEHEUR)
     heuristic.set(Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
     heuristic.set(Attribute.ENGINEHEUR_MODE, mode)
-    if device is not None:
-        heuristic.set(Attribute.ENGINEHEUR_DEVICEPROP, device)
+    if session.description is not None:
+        heuristic.set(Attribute.ENGINEHEUR_DEVICEPROP, session.description)
     heuristic.finalize()
-    results = Attribute.ENGINEHEUR_RESULTS
+    results, kind = Attribute.ENGINEHEUR_RESULTS, DescriptorType.ENGINECFG
     count = heuristic.count(results, AttributeType.BACKEND_DESCRIPTOR)
-    configs = [Descriptor(calls, DescriptorType.ENGINECFG) for _ in range(count)]
-    filled = heuristic.get_into(results, configs)
-    return [config.keep(heuristic) for config in configs[:filled]]
+    configs = heuristic.get_new(results, kind, count)
+    return [config.keep(heuristic) for config in configs]
 
 
-def _engine(
-    calls: Cudnn, graph: Descriptor, device: Descriptor | None, index: int
-) -> Descriptor:
-    engine = Descriptor(calls, DescriptorType.ENGINE)
+def _engine(session: Session, graph: Descriptor, index: int) -> Descriptor:
+    engine = Descriptor(session.calls, DescriptorType.ENGINE)
     engine.set(Attribute.ENGINE_OPERATION_GRAPH, graph)
     engine.set(Attribute.ENGINE_GLOBAL_INDEX, index)
-    if device is not None:
-        engine.set(Attribute.ENGINE_DEVICEPROP, device)
+    if session.description is not None:
+        engine.set(Attribute.ENGINE_DEVICEPROP, session.description)
     return engine.finalize()
 
 
-def _read(calls: Cudnn, config: Descriptor, dtype: str) -> Engine:
-    engine = Descriptor(calls, DescriptorType.ENGINE)
-    config.get_into(Attribute.ENGINECFG_ENGINE, [engine])
+def _read(config: Descriptor, dtype: str) -> tuple[str, GraphRow]:
+    """Return the name and the row of a configuration."""
+    (engine,) = config.get_new(Attribute.ENGINECFG_ENGINE, DescriptorType.ENGINE, 1)
     (index,) = engine.get(Attribute.ENGINE_GLOBAL_INDEX)
     (workspace,) = config.get(Attribute.ENGINECFG_WORKSPACE_SIZE)
     # The library reports 0 choices if asked for their number alone.
-    kind_of = DescriptorType.KNOB_CHOICE
-    choices = [Descriptor(calls, kind_of) for _ in range(_MOST_KNOBS)]
-    count = config.get_into(Attribute.ENGINECFG_KNOB_CHOICES, choices)
+    kind, choices = DescriptorType.KNOB_CHOICE, Attribute.ENGINECFG_KNOB_CHOICES
     knobs = []
-    for choice in choices[:count]:
-        (kind,) = choice.get(Attribute.KNOB_CHOICE_KNOB_TYPE, AttributeType.KNOB_TYPE)
+    for choice in config.get_new(choices, kind, _MOST_KNOBS):
+        (knob,) = choice.get(Attribute.KNOB_CHOICE_KNOB_TYPE, AttributeType.KNOB_TYPE)
         (value,) = choice.get(Attribute.KNOB_CHOICE_KNOB_VALUE)
-        knobs.append((kind, value))
+        knobs.append((knob, value))
     name = engine_name(index, tuple(knobs))
-    return Engine(name, workspace, _traits(engine, dtype), config)
+    return name, GraphRow(workspace, _traits(engine, dtype))
 
 
 def _traits(engine: Descriptor, dtype: str) -> Traits:
@@ -334,66 +298,58 @@ def _note(
 # The operation graphs: of one convolution, and of a convolution, a bias and a ReLU.
 
 
-UIDS: Mapping[str, int] = MappingProxyType({"x": 1, "w": 2, "y": 3})
+UIDS: Mapping[str, int] = {"x": 1, "w": 2, "y": 3}
 """Ids of the tensors in a variant pack."""
 
 BIAS_UID = 4
 """Id of the bias in a variant pack, beside those of the other tensors."""
 
-_PRODUCT, _SUM = 5, 6  # ids of the virtual tensors, which are in no variant pack
+_PRODUCT, _SUM = 5, 6  # ids of the virtual tensors, which are never in memory
 
-NODES: Mapping[Direction, tuple[DescriptorType, str, str]] = MappingProxyType(
-    {
-        Direction.FORWARD: (
-            DescriptorType.OPERATION_CONVOLUTION_FORWARD,
-            "OPERATION_CONVOLUTION_FORWARD",
-            "X W Y",
-        ),
-        Direction.BACKWARD_DATA: (
-            DescriptorType.OPERATION_CONVOLUTION_BACKWARD_DATA,
-            "OPERATION_CONVOLUTION_BWD_DATA",
-            "DX W DY",
-        ),
-        Direction.BACKWARD_FILTER: (
-            DescriptorType.OPERATION_CONVOLUTION_BACKWARD_FILTER,
-            "OPERATION_CONVOLUTION_BWD_FILTER",
-            "X DW DY",
-        ),
-    }
-)
+NODES: Mapping[Direction, tuple[DescriptorType, str, str]] = {
+    Direction.FORWARD: (
+        DescriptorType.OPERATION_CONVOLUTION_FORWARD,
+        "OPERATION_CONVOLUTION_FORWARD",
+        "X W Y",
+    ),
+    Direction.BACKWARD_DATA: (
+        DescriptorType.OPERATION_CONVOLUTION_BACKWARD_DATA,
+        "OPERATION_CONVOLUTION_BWD_DATA",
+        "DX W DY",
+    ),
+    Direction.BACKWARD_FILTER: (
+        DescriptorType.OPERATION_CONVOLUTION_BACKWARD_FILTER,
+        "OPERATION_CONVOLUTION_BWD_FILTER",
+        "X DW DY",
+    ),
+}
 """Type of a direction's node, prefix of its attributes, its names of x, w and y."""
 
 
 def operation_graph(
-    calls: Cudnn,
+    session: Session,
     problem: ConvProblem,
     *,
     accumulate: bool,
     alignment: int = ALIGNMENT,
-    handle: int | None = None,
 ) -> Descriptor:
     """Return a finalized graph: out = convolution + (out if `accumulate`).
 
     Groups need no attribute: the filter has C // groups channels. All operands'
-    addresses are multiples of `alignment`; `handle` is None without a device.
+    addresses are multiples of `alignment`.
     """
-    problem = as_planar(problem)
+    calls, problem = session.calls, as_planar(problem)
     shapes = {"x": problem.x_shape, "w": problem.w_shape, "y": problem.y_shape}
     tensors = [
         _tensor(calls, problem, UIDS[name], shape, alignment)
         for name, shape in shapes.items()
     ]
     node = _convolution(calls, problem, tensors, 1.0 if accumulate else 0.0)
-    return _graph_of(calls, [node], handle)
+    return _graph_of(session, [node])
 
 
 def bias_relu_graph(
-    calls: Cudnn,
-    problem: ConvProblem,
-    bias: str,
-    *,
-    alignment: int,
-    handle: int | None = None,
+    session: Session, problem: ConvProblem, bias: str, *, alignment: int
 ) -> Descriptor:
     """Return a finalized graph of a forward convolution: y = max(x * w + b, 0).
 
@@ -401,16 +357,15 @@ def bias_relu_graph(
     convolution and of the sum are virtual tensors: only y is written. Sums are in the
     compute type, whatever the types of x and w.
     """
-    problem = as_planar(problem)
+    calls, problem = session.calls, as_planar(problem)
     wide, y = compute_type(problem), problem.y_shape
-
-    def between(uid: int) -> Descriptor:
-        return _tensor(calls, problem, uid, y, alignment, wide, virtual=True)
 
     def stored(name: str, shape: tuple[int, ...]) -> Descriptor:
         return _tensor(calls, problem, UIDS[name], shape, alignment)
 
-    product, total = between(_PRODUCT), between(_SUM)
+    product, total = (
+        _tensor(calls, problem, uid, y, alignment, wide) for uid in (_PRODUCT, _SUM)
+    )
     of_channels = 1, y[1], *(1 for _ in y[2:])
     b = _tensor(calls, problem, BIAS_UID, of_channels, alignment, DATA_TYPES[bias])
     tensors = stored("x", problem.x_shape), stored("w", problem.w_shape), product
@@ -418,16 +373,14 @@ def bias_relu_graph(
     mode = PointwiseMode
     plus = _pointwise(calls, wide, mode.ADD, (product, b), total)
     relu = _pointwise(calls, wide, mode.RELU_FWD, (total,), stored("y", y))
-    return _graph_of(calls, [node, plus, relu], handle)
+    return _graph_of(session, [node, plus, relu])
 
 
-def _graph_of(
-    calls: Cudnn, operations: Sequence[Descriptor], handle: int | None
-) -> Descriptor:
+def _graph_of(session: Session, operations: Sequence[Descriptor]) -> Descriptor:
     """Return a finalized graph of finalized operations, in order."""
-    graph = Descriptor(calls, DescriptorType.OPERATIONGRAPH)
+    graph = Descriptor(session.calls, DescriptorType.OPERATIONGRAPH)
     graph.set(Attribute.OPERATIONGRAPH_OPS, *operations)
-    if handle is not None:
+    if (handle := session.handle()) is not None:
         kind = AttributeType.HANDLE
         graph.set(Attribute.OPERATIONGRAPH_HANDLE, handle, kind=kind)
     return graph.finalize()
@@ -464,19 +417,16 @@ def _tensor(
     shape: tuple[int, ...],
     alignment: int,
     data_type: DataType | None = None,
-    *,
-    virtual: bool = False,
 ) -> Descriptor:
     """Return the finalized descriptor of a dense tensor (N, C, *spatial).
 
-    `problem` has the layout, and the type unless given. A virtual tensor is an
-    intermediate that is never in memory.
+    `problem` has the layout, and the type unless given.
     """
     tensor = Descriptor(calls, DescriptorType.TENSOR)
     kind = DATA_TYPES[problem.dtype] if data_type is None else data_type
     tensor.set(Attribute.TENSOR_DATA_TYPE, kind)
-    if virtual:
-        tensor.set(Attribute.TENSOR_IS_VIRTUAL, virtual)
+    if uid in (_PRODUCT, _SUM):
+        tensor.set(Attribute.TENSOR_IS_VIRTUAL, True)
     tensor.set(Attribute.TENSOR_UNIQUE_ID, uid)
     tensor.set(Attribute.TENSOR_BYTE_ALIGNMENT, alignment)
     tensor.set(Attribute.TENSOR_DIMENSIONS, *shape)

@@ -5,10 +5,11 @@ It has 8 + 6 + 7 algorithms (by direction) in four math types. It is deprecated 
 """
 
 import ctypes
+import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import (
@@ -21,7 +22,6 @@ from mucudnn.backends.cuda.conv.launch import (
     strides_of,
 )
 from mucudnn.backends.cuda.descriptors import Descriptors, Session, ints
-from mucudnn.backends.cuda.device import LruCache
 from mucudnn.backends.cuda.libcudnn import (
     AlgoPerf,
     BackwardDataAlgo,
@@ -47,27 +47,23 @@ class _Kind:
     documented_nondeterministic: tuple[int, ...]
 
 
-_KINDS: Mapping[Direction, _Kind] = MappingProxyType(
-    {
-        Direction.FORWARD: _Kind("Forward", ForwardAlgo, ()),
-        Direction.BACKWARD_DATA: _Kind(
-            "BackwardData", BackwardDataAlgo, (BackwardDataAlgo.ALGO_0,)
-        ),
-        Direction.BACKWARD_FILTER: _Kind(
-            "BackwardFilter",
-            BackwardFilterAlgo,
-            (BackwardFilterAlgo.ALGO_0, BackwardFilterAlgo.ALGO_3),
-        ),
-    }
-)
-_SUFFIXES: Mapping[MathType, str] = MappingProxyType(
-    {
-        MathType.DEFAULT_MATH: "",
-        MathType.TENSOR_OP_MATH: "[tensor_op]",
-        MathType.TENSOR_OP_MATH_ALLOW_CONVERSION: "[conversion]",
-        MathType.FMA_MATH: "[fma]",
-    }
-)
+_KINDS: Mapping[Direction, _Kind] = {
+    Direction.FORWARD: _Kind("Forward", ForwardAlgo, ()),
+    Direction.BACKWARD_DATA: _Kind(
+        "BackwardData", BackwardDataAlgo, (BackwardDataAlgo.ALGO_0,)
+    ),
+    Direction.BACKWARD_FILTER: _Kind(
+        "BackwardFilter",
+        BackwardFilterAlgo,
+        (BackwardFilterAlgo.ALGO_0, BackwardFilterAlgo.ALGO_3),
+    ),
+}
+_SUFFIXES: Mapping[MathType, str] = {
+    MathType.DEFAULT_MATH: "",
+    MathType.TENSOR_OP_MATH: "[tensor_op]",
+    MathType.TENSOR_OP_MATH_ALLOW_CONVERSION: "[conversion]",
+    MathType.FMA_MATH: "[fma]",
+}
 _LISTINGS = 4096
 
 
@@ -81,42 +77,32 @@ class LegacyRow:
     traits: Traits
 
 
-def legacy_names(direction: Direction) -> Mapping[str, tuple[IntEnum, MathType]]:
-    """Return every algorithm of a direction in every math type, by name."""
-    return {
-        f"{algo.name}{suffix}": (algo, math)
-        for math, suffix in _SUFFIXES.items()
-        for algo in _KINDS[direction].algorithms
-    }
-
-
 class LegacyLibrary:
     """The algorithms of the first API, to be listed and called; needs a device."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._calls = session.calls
-        self._rows: LruCache[ConvProblem, tuple[dict[str, LegacyRow], dict[str, str]]]
-        self._rows = LruCache(_LISTINGS)
+        self.rows = functools.lru_cache(_LISTINGS)(self._rows)
 
-    def rows(
+    def _rows(
         self, problem: ConvProblem
     ) -> tuple[Mapping[str, LegacyRow], Mapping[str, str]]:
         """Return usable algorithms and the others' reasons, both by name."""
-        if (known := self._rows.get(problem)) is not None:
-            return known
         rows: dict[str, LegacyRow] = {}
         reasons: dict[str, str] = {}
         nondeterministic = self._nondeterministic(problem)
-        for name, (algo, math) in legacy_names(problem.direction).items():
+        algorithms = _KINDS[problem.direction].algorithms
+        for (math, suffix), algo in itertools.product(_SUFFIXES.items(), algorithms):
+            name, nbytes = f"{algo.name}{suffix}", ctypes.c_size_t()
             try:
-                nbytes = self._workspace(problem, algo, math)
+                bound = _Bound(self._calls, problem, math)
+                self._ask("WorkspaceSize", bound, int(algo), ctypes.byref(nbytes))
             except MucudnnError as e:
                 reasons[name] = str(e)
             else:
                 traits = _traits(problem, algo, math, algo not in nondeterministic)
-                rows[name] = LegacyRow(algo, math, nbytes, traits)
-        self._rows.put(problem, (rows, reasons))
+                rows[name] = LegacyRow(algo, math, nbytes.value, traits)
         return rows, reasons
 
     def launch(
@@ -164,11 +150,6 @@ class LegacyLibrary:
             for perf in perfs[: count.value]
             if perf.determinism == Determinism.NON_DETERMINISTIC
         )
-
-    def _workspace(self, problem: ConvProblem, algo: IntEnum, math: MathType) -> int:
-        nbytes, bound = ctypes.c_size_t(), _Bound(self._calls, problem, math)
-        self._ask("WorkspaceSize", bound, int(algo), ctypes.byref(nbytes))
-        return nbytes.value
 
     def _ask(self, what: str, bound: "_Bound", *arguments: Any) -> None:
         """Call `cudnnGetConvolution…` of the problem's direction."""

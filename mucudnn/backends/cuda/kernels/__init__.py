@@ -11,7 +11,6 @@ This package imports neither CuPy nor NumPy; sources are compiled at their first
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.backends.base import Kernel, KernelArguments
@@ -45,18 +44,16 @@ _MODULES = (
     losses,
 )
 
-KERNELS: Mapping[str, Operation] = MappingProxyType(
-    {name: made for module in _MODULES for name, made in module.OPERATIONS.items()}
-)
+KERNELS: Mapping[str, Operation] = {
+    name: made for module in _MODULES for name, made in module.OPERATIONS.items()
+}
 """Operation name to kernel; kernels still need a launcher, see `bind`."""
 
-PROGRAMS: Mapping[str, Program] = MappingProxyType(
-    {
-        file.name.removesuffix(".cu"): Program.load(f"kernels/{file.name}")
-        for file in files(__name__).iterdir()
-        if file.name.endswith(".cu")
-    }
-)
+PROGRAMS: Mapping[str, Program] = {
+    file.name.removesuffix(".cu"): Program.load(f"kernels/{file.name}")
+    for file in files(__name__).iterdir()
+    if file.name.endswith(".cu")
+}
 """Name to CUDA C; matrix products and copies are CuPy's."""
 
 

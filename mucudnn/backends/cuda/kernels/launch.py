@@ -13,9 +13,9 @@ graph.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from mucudnn.backends.base import no_workspace
 from mucudnn.backends.cuda.kernels.source import (
     THREADS,
     TYPES,
@@ -53,27 +53,8 @@ class KernelLaunch:
     types: tuple[str, str]
 
 
-class Launcher(Protocol):
-    """A GPU as a kernel sees it."""
-
-    def launch(self, launch: KernelLaunch) -> None:
-        """Launch a kernel."""
-
-    def matmul(self, a: Any, b: Any, out: Any) -> None:
-        """Multiply two matrices, which may be transposed views."""
-
-    def copy(self, source: Any, target: Any) -> None:
-        """Write an array or a number into an array; either may have gaps."""
-
-    def table(self, rows: Sequence[Sequence[int]]) -> Any:
-        """Return an int64 array on the device, row after row."""
-
-    def address(self, array: Any) -> int:
-        """Return the address of an array, for a table."""
-
-
 class Recorder:
-    """A launcher that records launches; they depend on shapes and can be repeated."""
+    """A GPU as a kernel sees it: records launches, which can be repeated."""
 
     def __init__(self, gpu: "CupyLauncher") -> None:
         self._gpu = gpu
@@ -87,11 +68,11 @@ class Recorder:
             self._calls.append(self._gpu.prepared(launch))
 
     def matmul(self, a: Any, b: Any, out: Any) -> None:
-        """Record a product."""
+        """Record a product of two matrices, which may be transposed views."""
         self._calls.append(self._gpu.prepared_matmul(a, b, out))
 
     def copy(self, source: Any, target: Any) -> None:
-        """Record a copy."""
+        """Record a copy of an array or a number into an array; either may have gaps."""
         if target.size:
             self._calls.append(self._gpu.prepared_copy(source, target))
 
@@ -119,22 +100,15 @@ class CupyLauncher:
         """Return the launch as a function; the kernel is compiled at its first call."""
         wide = any(getattr(a, "size", 1) >= _NARROW for a in launch.arguments)
         arguments, blocks = _cuda_arguments(launch.arguments, wide), launch.blocks
-        threads = (THREADS,)
-
+        what = f"{launch.kernel} ({launch.types[0]}) cannot be launched"
         try:
             function: Any = self._function(launch, wide)
         except UnsupportedError:
             raise
         except Exception as e:  # of CuPy
-            raise _launch_error(launch, e) from e
-
-        def call() -> None:
-            try:
-                function(blocks, threads, arguments)
-            except Exception as e:  # of CuPy: to compile, to load or to launch
-                raise _launch_error(launch, e) from e
-
-        return call
+            raise BackendError(with_remedy(f"{what}: {e}")) from e
+        # The call compiles, loads and launches.
+        return _guarded(partial(function, blocks, (THREADS,), arguments), what)
 
     def prepared_matmul(self, a: Any, b: Any, out: Any) -> Call:
         """Return a product by cuBLAS as a function."""
@@ -143,16 +117,8 @@ class CupyLauncher:
         refuse_bits(out.dtype.name, "a product of matrices")
         if out.dtype.name not in TYPES:  # bfloat16's `kind` is that of bytes
             raise UnsupportedError(f"no product of matrices of {out.dtype.name}")
-
-        def call() -> None:
-            try:
-                cupy.matmul(a, b, out=out)
-            except Exception as e:  # of CuPy or cuBLAS
-                raise BackendError(
-                    with_remedy(f"the product of {a.shape} and {b.shape} failed: {e}")
-                ) from e
-
-        return call
+        what = f"the product of {a.shape} and {b.shape} failed"
+        return _guarded(partial(cupy.matmul, a, b, out=out), what)
 
     def prepared_copy(self, source: Any, target: Any) -> Call:
         """Return a copy by CuPy as a function; it converts if the types differ."""
@@ -160,18 +126,8 @@ class CupyLauncher:
         if given != target.dtype.name:
             for name in (given, target.dtype.name):
                 refuse_bits(name, "a conversion")
-
-        def call() -> None:
-            try:
-                target[...] = source
-            except Exception as e:  # of CuPy
-                raise BackendError(
-                    with_remedy(
-                        f"a copy into {target.dtype.name} {target.shape} failed: {e}"
-                    )
-                ) from e
-
-        return call
+        what = f"a copy into {target.dtype.name} {target.shape} failed"
+        return _guarded(partial(target.__setitem__, ..., source), what)
 
     def table(self, rows: Sequence[Sequence[int]]) -> Any:
         """Return an int64 array on the device, row after row."""
@@ -184,9 +140,8 @@ class CupyLauncher:
             made = cupy.empty(values.nbytes, "uint8").view("int64")
             made.set(values.reshape(-1))
         except Exception as e:  # of CuPy
-            raise BackendError(
-                with_remedy(f"a table of {values.nbytes} bytes failed: {e}")
-            ) from e
+            message = f"a table of {values.nbytes} bytes failed: {e}"
+            raise BackendError(with_remedy(message)) from e
         return made
 
     def address(self, array: Any) -> int:
@@ -225,16 +180,23 @@ def _cuda_arguments(arguments: Sequence[Any], wide: bool) -> tuple[Any, ...]:
     return tuple(map(convert, arguments))
 
 
-def _launch_error(launch: KernelLaunch, error: Exception) -> BackendError:
-    name = f"{launch.kernel} ({launch.types[0]})"
-    return BackendError(with_remedy(f"{name} cannot be launched: {error}"))
+def _guarded(run: Callable[[], object], what: str) -> Call:
+    """Return a call whose failure in CuPy, CUDA or cuBLAS is a BackendError."""
+
+    def call() -> None:
+        try:
+            run()
+        except Exception as e:
+            raise BackendError(with_remedy(f"{what}: {e}")) from e
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
     """One call of an operation: dense arrays, and the GPU to launch kernels on."""
 
-    gpu: Launcher
+    gpu: Recorder
     inputs: Sequence[Any]
     outputs: Sequence[Any]
     attrs: Attrs
@@ -271,7 +233,7 @@ class Operation:
     """
 
     run: Callable[[KernelCall], None]
-    workspace: Callable[[Specs, Specs, Attrs], int] = no_workspace
+    workspace: Callable[[Specs, Specs, Attrs], int] = lambda *_: 0
     run_batched: Callable[[Sequence[KernelCall]], None] | None = None
     flags: tuple[int, ...] = ()
 
@@ -316,7 +278,7 @@ class Row:
     turned: tuple[int, int] = (0, 0)
 
 
-def table_of(gpu: Launcher, rows: Sequence[Row]) -> tuple[Any, int, int]:
+def table_of(gpu: Recorder, rows: Sequence[Row]) -> tuple[Any, int, int]:
     """Write a table of these rows; return it, its number of rows, and of blocks."""
     table, blocks = [], 0
     for row in rows:

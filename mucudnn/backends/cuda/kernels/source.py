@@ -11,22 +11,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from types import MappingProxyType
 
 from mucudnn.errors import UnsupportedError
 
 THREADS = 256
 """Threads of every block."""
 
-TYPES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "float32": ("float", "float"),
-        "float64": ("double", "double"),
-        "float16": ("Half", "float"),
-        "bfloat16": ("BFloat", "float"),
-        "uint16": ("BFloat", "float"),  # bfloat16's bits, where ml_dtypes is missing
-    }
-)
+TYPES: Mapping[str, tuple[str, str]] = {
+    "float32": ("float", "float"),
+    "float64": ("double", "double"),
+    "float16": ("Half", "float"),
+    "bfloat16": ("BFloat", "float"),
+    "uint16": ("BFloat", "float"),  # bfloat16's bits, where ml_dtypes is missing
+}
 """Type name to the C types of elements and of arithmetic."""
 
 _CUDA = files("mucudnn.backends.cuda")

@@ -41,8 +41,7 @@ def batch_norm_sums(call: KernelCall) -> None:
 def batch_norm_merge(call: KernelCall) -> None:
     """Compute the batch's mean and inv_std; update the running statistics."""
     *slices, mean, var = call.inputs
-    numbers = float(call.attrs["momentum"]), bool(call.attrs["update"])
-    _merge_moments(call, slices, (mean, var), *numbers)
+    _merge_moments(call, slices, (mean, var))
 
 
 def batch_norm_apply(call: KernelCall) -> None:
@@ -92,15 +91,14 @@ def group_norm_sums(call: KernelCall) -> None:
 def group_norm_merge(call: KernelCall) -> None:
     """Compute the mean and inv_std of each group."""
     # Groups have no running statistics: the outputs stand in and are not updated.
-    _merge_moments(call, call.inputs, call.outputs, momentum=0.0, update=False)
+    _merge_moments(call, call.inputs, call.outputs)
 
 
 def group_norm_apply(call: KernelCall) -> None:
     """Normalise a strip by the statistics of its image."""
     blocks, sizes = _parts(call)
     arguments = *call.inputs, *call.outputs, *sizes
-    beside = call.inputs[1]
-    call.launch(GROUP, "group_norm_apply", blocks, *arguments, beside=beside)
+    call.launch(GROUP, "group_norm_apply", blocks, *arguments, beside=call.inputs[1])
 
 
 def group_norm_grad_sums(call: KernelCall) -> None:
@@ -132,20 +130,18 @@ def _write_moments(call: KernelCall, channels: Channels) -> None:
 
 
 def _merge_moments(
-    call: KernelCall,
-    slices: Sequence[Any],
-    running: Sequence[Any],
-    momentum: float,
-    update: bool,
+    call: KernelCall, slices: Sequence[Any], running: Sequence[Any]
 ) -> None:
     """Merge the moments of slices; write mean, inv_std and running statistics."""
+    momentum = float(call.attrs.get("momentum", 0.0))
+    update = int(call.attrs.get("update", False))
     C = running[0].size
     blocks = flat(C)
     for number, stats in enumerate(slices):
         first = int(number == 0)
         arguments = stats, call.workspace, running[0], C, first
         call.launch(BATCH, "join_moments", blocks, *arguments, like=running[0])
-    numbers = *call.numbers("eps"), momentum, int(update)
+    numbers = *call.numbers("eps"), momentum, update
     arguments = call.workspace, *running, *call.outputs, C, *numbers
     call.launch(BATCH, "batch_norm_merge", blocks, *arguments, like=running[0])
 
