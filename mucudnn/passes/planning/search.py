@@ -16,7 +16,8 @@ that is faster, or where nothing else fits.
 *Improvement*, see `climbing.py`. Under a tight budget most starts lead to a poor local
 optimum, and which of them do shows only after some changes. So the changes that are
 tried are divided into rounds: several plans get a few of them, and the fastest of these
-plans get more.
+plans get more. Plans that are much slower than the fastest one get none: in none of the
+networks that were tried did one of them become the fastest.
 """
 
 import itertools
@@ -58,6 +59,10 @@ _OTHERS = Residency.KEEP, Residency.PAGE
 
 _ROUNDS = ((8, 40), (4, 60), (2, 100), (1, 200))
 """Plans that are improved side by side, and the changes of each that are tried."""
+
+_SLOWER_START, _SLOWER = 1.1, 1.04
+"""Factors on the fastest plan above which another one is not improved: before the first
+round, and before the others."""
 
 _NODES = 300
 """Nodes of a step from which fewer changes are tried, in proportion."""
@@ -158,11 +163,13 @@ def _search_locally(
         for tried, count in ((rounded, 1), (starts, most))
     )
     fewer = min(1.0, _NODES / nodes)
+    factor = _SLOWER_START
     for plans, trials in rounds:
-        del climbs[plans:]
+        limit = factor * min(climb.step_ms for climb in first + climbs)
+        climbs = [climb for climb in climbs[:plans] if climb.step_ms <= limit]
         for climb in first + climbs:
             climb.run(max(_LEAST_TRIALS, int(fewer * trials)))
-        climbs = _distinct(climbs)
+        climbs, factor = _distinct(climbs), _SLOWER
         fastest = min(first + climbs, key=lambda climb: climb.step_ms)
         if fastest.step_ms <= _NEAR * bound.step_ms:
             break
