@@ -118,9 +118,8 @@ def swapped(
                 old, now = before.get(tensor, {}), of_parameter.get(tensor, {})
                 _check_state(old, now, own_storages)
                 for key, value in now.items():
-                    is_new = isinstance(value, torch.Tensor) and value is not old.get(
-                        key
-                    )
+                    is_kept = value is old.get(key)
+                    is_new = isinstance(value, torch.Tensor) and not is_kept
                     # Another tensor of the state may be overwritten before this is
                     # read, as where two have changed places.
                     if is_new and (id(value) in held or value._is_view()):
