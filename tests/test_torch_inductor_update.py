@@ -97,9 +97,8 @@ OPTIMIZERS = {
 
 
 def one_cycle(optimizer):
-    return optim.lr_scheduler.OneCycleLR(
-        optimizer, 1e-2, total_steps=9, cycle_momentum=False
-    )
+    """A schedule of learning rates and of the decay of means."""
+    return optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9)
 
 
 def halved(optimizer):
@@ -127,7 +126,7 @@ def same(one, other):
     return one == other
 
 
-def eager_update(model, batch, optimizer, clip=None, scheduler=None):
+def eager_update(model, batch, optimizer, clip=None, scheduler=None, steps=STEPS):
     """A loop over a compiled loss, with the optimizer's own operations."""
     loss_fn = torch.compile(lambda x, y: loss_of(model(x), y), fullgraph=True)
 
@@ -143,7 +142,7 @@ def eager_update(model, batch, optimizer, clip=None, scheduler=None):
             scheduler.step()
         return loss.item()
 
-    return [step() for _ in range(STEPS)]
+    return [step() for _ in range(steps)]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +179,17 @@ def test_an_update_has_the_bits_of_its_operations(
     )
     assert all(map(torch.equal, mine.parameters(), model.parameters()))
     assert same(optimizer.state_dict(), other.state_dict())
+
+
+def test_an_update_that_changes_with_the_count_is_compiled_again(monkeypatch):
+    model, batch = words()
+    mine, steps = copy.deepcopy(model), 7
+    optimizer, other = (optim.RAdam(m.parameters(), 1e-2) for m in (mine, model))
+    made = updates_of(monkeypatch)
+    step = mt.train_step(mine, loss_of, optimizer, cache=None, inductor=True)
+    losses = [step(*batch).item() for _ in range(steps)]
+    assert [len(nodes) for nodes in made] == [7, 7]  # without and with a rectification
+    assert losses == eager_update(model, batch, other, steps=steps)
 
 
 def updates_of(monkeypatch):

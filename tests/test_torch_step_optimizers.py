@@ -33,6 +33,14 @@ OPTIMIZERS = {
     "rprop": lambda p: optim.Rprop(p, 1e-2),
     "clipping": lambda p: Clipping(p),
     "of_ones_own": lambda p: Lion(p, {"lr": 1e-2}),
+    "swapping": lambda p: Own(p, swapping),
+    "alternating": lambda p: Own(p, alternating),
+    "sharing": lambda p: Own(p, sharing),
+    "noisy": lambda p: Own(p, noisy),
+    "counting_for_all": lambda p: Own(p, counting_for_all),
+    "slowing": lambda p: Own(p, slowing),
+    "subtracting": lambda p: Own(p, subtracting),
+    "of_lists": lambda p: Own(p, of_lists),
 }
 from tests.torch_steps import train_eagerly  # noqa: E402
 
@@ -71,6 +79,66 @@ class Lion(optim.Optimizer):
                 state["mean"] = 0.99 * state["mean"] + 0.01 * p.grad
 
 
+class Own(optim.Optimizer):
+    """An optimizer whose update is a function of itself and of one parameter."""
+
+    def __init__(self, parameters, update):
+        super().__init__(parameters, {"lr": 1e-2})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(self, group, p, self.state[p])
+
+
+def swapping(_, group, p, state):
+    if not state:
+        state["a"], state["b"] = torch.ones_like(p), torch.zeros_like(p)
+    state["a"], state["b"] = state["b"], state["a"]
+    p.sub_(p.grad + 0.1 * state["a"], alpha=group["lr"])
+
+
+def alternating(_, group, p, state):
+    """Has one of two keys at a time."""
+    old = state.pop("a", None)
+    if old is None:
+        state["a"] = p.grad.clone()
+    p.add_(p.grad if old is None else old, alpha=-group["lr"])
+
+
+def sharing(_, group, p, state):
+    """Stores what is a parameter's memory."""
+    if not state:
+        state["same"] = p.detach()
+    p.add_(p.grad, alpha=-group["lr"]).add_(state["same"], alpha=0.01)
+
+
+def noisy(_, group, p, state):
+    p.add_(p.grad, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=0.01)
+
+
+def counting_for_all(optimizer, group, p, state):
+    every = optimizer.state["all"]
+    every["step"] = every.get("step", torch.tensor(0.0)) + 1
+    p.add_(p.grad, alpha=-group["lr"]).mul_(1 - 0.01 * every["step"])
+
+
+def slowing(_, group, p, state):
+    group["lr"] *= 0.9
+    p.add_(p.grad, alpha=-group["lr"])
+
+
+def subtracting(_, group, p, state):
+    p.sub_(p.grad, alpha=group["lr"])
+
+
+def of_lists(_, group, p, state):
+    signs = torch._foreach_sign([p.grad])
+    torch._foreach_add_([p], signs, alpha=-group["lr"])
+
+
 def built(optimizer_of):
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
@@ -80,6 +148,7 @@ def built(optimizer_of):
 
 def eager(optimizer_of):
     model, optimizer, x, y = built(optimizer_of)
+    torch.manual_seed(1)
     losses = train_eagerly(model, functional.mse_loss, (x, y), optimizer, STEPS)
     return losses, model, optimizer.state_dict()["state"]
 
@@ -87,6 +156,7 @@ def eager(optimizer_of):
 def planned(optimizer_of):
     model, optimizer, x, y = built(optimizer_of)
     step = mt.train_step(model, functional.mse_loss, optimizer)
+    torch.manual_seed(1)
     losses = [step(x, y).item() for _ in range(STEPS)]
     return losses, model, optimizer.state_dict()["state"]
 
@@ -99,10 +169,28 @@ def test_steps_of_an_optimizer_are_its_own(name):
     assert all(map(torch.equal, model.parameters(), mine.parameters()))
     assert len(set(wanted)) == STEPS
     for number, of_parameter in state.items():
-        assert of_parameter.keys() <= my_state[number].keys()
+        assert of_parameter.keys() <= my_state.get(number, {}).keys()
         for key, value in of_parameter.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(my_state[number][key], value), key
+
+
+@pytest.mark.parametrize("name", ["clipping", "subtracting", "of_lists", "noisy"])
+def test_updates_by_tensor_operations_are_planned(name):
+    model, optimizer, x, y = built(OPTIMIZERS[name])
+    step = mt.train_step(model, functional.mse_loss, optimizer)
+    step(x, y)
+    assert step.plan.update_reason == ""
+    assert step.plan.own_update is None
+
+
+@pytest.mark.parametrize("name", ["alternating", "sharing", "counting_for_all"])
+def test_updates_that_change_what_is_no_state_of_a_parameter_run_eagerly(name):
+    model, optimizer, x, y = built(OPTIMIZERS[name])
+    step = mt.train_step(model, functional.mse_loss, optimizer)
+    for _ in range(3):
+        step(x, y)
+    assert step.plan.own_update is not None
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.Adagrad])

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +32,7 @@ from mucudnn.torch.distributed.sharding import as_sharded, local_of
 from mucudnn.torch.execution.cuda_memory import reserve_block
 from mucudnn.torch.interrupts import uninterrupted
 from mucudnn.torch.lowering.lowered import Call, Lowered, Operand
+from mucudnn.torch.source_lines import storage_of
 
 StateKey = tuple[int, int, str]
 """Index of a group, index of a parameter in it, and a key of the parameter's state."""
@@ -98,19 +100,35 @@ def swapped(
         lent = {key: _lent(key, value) for key, value in plain.items()}
         rate = {_RATE: rates[i]} if _RATE in group else {}
         others.append({**lent, **rate, "params": mine})
+    if not type(optimizer).__module__.startswith(torch.optim.__name__):
+        _check_keys(old_state)
     before = {tensor: dict(found) for tensor, found in of_parameter.items()}
     own = _attributes(optimizer)
     try:
         optimizer.param_groups, optimizer.state = others, of_parameter
         yield made
-        _check_unchanged(optimizer, own, groups, others)
+        _check_keys(of_parameter)
+        _check_unchanged(optimizer, own, groups, others, rates)
+        own_storages = set(map(storage_of, parameters.values()))
+        held = {id(value) for found in before.values() for value in found.values()}
+        changed = []
         for i, group in enumerate(others):
             for j, tensor in enumerate(group["params"]):
                 old_values = old_state.get(groups[i]["params"][j], {})
-                for key, value in of_parameter.get(tensor, {}).items():
-                    old = before.get(tensor, {}).get(key)
-                    if new := _new(key, old, value, old_values.get(key)):
-                        made[i, j, key] = new[0]
+                old, now = before.get(tensor, {}), of_parameter.get(tensor, {})
+                _check_state(old, now, own_storages)
+                for key, value in now.items():
+                    is_kept = value is old.get(key)
+                    is_new = isinstance(value, torch.Tensor) and not is_kept
+                    # Another tensor of the state may be overwritten before this is
+                    # read, as where two have changed places.
+                    if is_new and (id(value) in held or value._is_view()):
+                        value = value.clone()
+                    outside = old_values.get(key)
+                    changed.append(((i, j, key), old.get(key), value, outside))
+        for place, old_value, value, outside in changed:
+            if new := _new(place[2], old_value, value, outside):
+                made[place] = new[0]
     finally:
         optimizer.param_groups, optimizer.state = groups, old_state
         kept = {key: vars(optimizer)[key] for key in _OWN & vars(optimizer).keys()}
@@ -153,11 +171,25 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def _check_keys(state: Mapping[Any, Any]) -> None:
+    """Refuse state that belongs to no parameter.
+
+    Raises:
+        UpdateNotRecordedError: The state has such a key.
+    """
+    for key, value in state.items():
+        if not isinstance(key, torch.Tensor) and value != {}:
+            raise UpdateNotRecordedError(
+                f"the optimizer's state has {key!r}, which belongs to no parameter"
+            )
+
+
 def _check_unchanged(
     optimizer: torch.optim.Optimizer,
     own: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]],
+    rates: Sequence[Any],
 ) -> None:
     """Refuse updates that change Python state.
 
@@ -170,13 +202,35 @@ def _check_unchanged(
             raise UpdateNotRecordedError(
                 f"the optimizer changes its attribute {key!r} in a step"
             )
-    for group, other in zip(groups, others, strict=True):
-        fixed = {"params", _RATE, *_one_by_one(group)}
+    for group, other, rate in zip(groups, others, rates, strict=True):
+        fixed = {"params", *_one_by_one(group)}
+        lent = {**group, _RATE: rate} if _RATE in group else group
         for key in other.keys() - fixed:
-            if key not in group or not _same(group[key], other[key]):
+            if key not in lent or not _same(lent[key], other[key]):
                 raise UpdateNotRecordedError(
                     f"the optimizer changes {key!r} of a group of parameters in a step"
                 )
+
+
+def _check_state(
+    old: Mapping[str, Any], now: Mapping[str, Any], own_storages: Collection[int]
+) -> None:
+    """Refuse updates that remove state, or that share it with a parameter.
+
+    Raises:
+        UpdateNotRecordedError: The update does.
+    """
+    for key in old.keys() - now.keys():
+        raise UpdateNotRecordedError(
+            f"the optimizer removes {key!r} from its state in a step"
+        )
+    for key, value in now.items():
+        new = isinstance(value, torch.Tensor) and value is not old.get(key)
+        if new and storage_of(value) in own_storages:
+            raise UpdateNotRecordedError(
+                f"the optimizer stores {key!r} in its state, which shares memory "
+                "with a parameter; store a clone"
+            )
 
 
 def _new(key: str, old: Any, value: Any, outside: Any) -> tuple[torch.Tensor] | None:
@@ -521,6 +575,10 @@ def _ordered(
     storages = graph.storages
     producer = {name: node for node in nodes for name in node.outputs}
     before = _before(rest, storages, producer)
+    draws = [node for node in rest if node.traits.random]
+    for first, node in pairwise(draws):  # numbers are drawn in the optimizer's order
+        before[node.name].append(first)
+    last_draw = max((at[n.name] for n in main if n.traits.random), default=-1)
     # A gradient may be made by one node and added to by later ones, as the compiled
     # gradient of an embedding is: its last writer counts, not its producer.
     readers: dict[str, int] = {}
@@ -537,6 +595,8 @@ def _ordered(
         waits += [writers.get(storages[t], -1) for t in node.inputs]
         if any(t in late for t in node.mutates):
             waits.append(len(main) - 1)
+        if node.traits.random:
+            waits.append(last_draw)
         anchors[node.name] = max(waits, default=-1)
     read = {name for node in rest for name in node.inputs}
     sinks = [n for n in rest if n.mutates and read.isdisjoint(n.outputs)]

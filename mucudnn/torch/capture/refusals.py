@@ -71,6 +71,12 @@ _KINDS = (
 _VALUES = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
 """Functions that pass run-time values to Python."""
 
+_SUMS = {
+    torch.ops.aten.sub.Tensor: torch.ops.aten.add.Tensor,
+    torch.ops.aten.sub_.Tensor: torch.ops.aten.add_.Tensor,
+}
+"""Differences -> sums, whose kernels compute both."""
+
 _SET_DATA = torch.Tensor.data.__set__
 
 _UNKNOWN = {
@@ -131,6 +137,9 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         if reason is not None:
             raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
         func, args, kwargs = of_known_shape(self._shapes, func, args, kwargs)
+        if func in _SUMS and isinstance(kwargs.get("alpha"), torch.SymFloat):
+            # PyTorch's model of a difference asks whether its factor is 1.
+            func, kwargs = _SUMS[func], {**kwargs, "alpha": -kwargs["alpha"]}
         if (known := known_result(self._shapes, func, args, kwargs)) is not None:
             return known
         if func.namespace not in ("aten", "prims"):
@@ -290,7 +299,8 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             )
         if func in FUSED:
             return record_fused(func, args, kwargs)
-        if func is torch._foreach_add_:  # steps of fused optimizers
+        if func is torch._foreach_add_ and not isinstance(args[1], list | tuple):
+            # Steps of fused optimizers.
             return [tensor.add_(*args[1:], **kwargs) for tensor in args[0]]
         if func in _VALUES:
             raise UnsupportedError(

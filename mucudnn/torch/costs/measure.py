@@ -170,21 +170,21 @@ def costs_of(
 
 def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Run the call of a node; return its outputs."""
-    kwargs = {key: _value(leaf, operands) for key, leaf in call.kwargs.items()}
-    found = call.function(*(_value(a, operands) for a in call.args), **kwargs)
+    kwargs = {key: evaluated(leaf, operands) for key, leaf in call.kwargs.items()}
+    found = call.function(*(evaluated(a, operands) for a in call.args), **kwargs)
     return tuple(found if path is None else found[path] for path in call.results)
 
 
-def _value(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
+def evaluated(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
     """Return an argument with the values of operands in their place."""
     # No closure, which would keep operands until they are collected.
     match leaf:
         case Operand(index):
             return operands[index]
         case Number(function, args):
-            return function(*(_value(a, operands) for a in args))
+            return function(*(evaluated(a, operands) for a in args))
         case list() | tuple():
-            return type(leaf)([_value(a, operands) for a in leaf])
+            return type(leaf)([evaluated(a, operands) for a in leaf])
         case _:
             return leaf
 
@@ -235,7 +235,7 @@ def _has_numbers(call: Call, operands: Sequence[torch.Tensor]) -> bool:
         (call.args, dict(call.kwargs)), is_leaf=lambda v: isinstance(v, Number)
     )
     try:
-        values = [_value(v, operands) for v in leaves if isinstance(v, Number)]
+        values = [evaluated(v, operands) for v in leaves if isinstance(v, Number)]
     except (ArithmeticError, ValueError):
         return False
     return not any(

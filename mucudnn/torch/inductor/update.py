@@ -26,6 +26,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ from torch.utils import _pytree as pytree
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.torch.capture.many_tensor_updates import Named, bound, named
 from mucudnn.torch.capture.optimizers import with_dependencies
-from mucudnn.torch.costs.measure import evaluate
+from mucudnn.torch.costs.measure import evaluate, evaluated
 from mucudnn.torch.inductor.compiling import (
     SETTINGS,
     CompiledHalf,
@@ -74,6 +75,9 @@ _BLOCK = 1 << 15
 
 _TRIED = 50021
 """Elements that are compared with eager mode: blocks, and a part of a vector."""
+
+_DRAWS = 256
+"""Draws of single values until numbers that follow from them are real."""
 
 
 def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
@@ -185,6 +189,8 @@ def compile_updates(
     left = {node.name: node for node in every}.values()
     made = {name: node for node in left for name in node.outputs}
     before = {n.name: [made[name] for name in n.inputs if name in made] for n in left}
+    for first, node in pairwise(n for n in left if n.traits.random):
+        before[node.name].append(first)
     seen: set[str] = set()
     ordered = [each for n in left for each in with_dependencies(n, before, seen)]
     graph = Graph(graph.tensors, tuple(ordered), graph.outputs)
@@ -556,8 +562,8 @@ def _check_bits(lowered: Lowered, group: _Group, found: _Kernel) -> None:
             generator=generator,
             dtype=torch.float64,
         )
-        # Single values are numbers such as a count; moments may be negative.
-        drawn = drawn - 0.3 * (i % 2) if drawn.numel() > 1 else drawn + 3
+        # Moments may be negative.
+        drawn = drawn - 0.3 * (i % 2) if drawn.numel() > 1 else drawn
         given.append(drawn.to(layout.dtype))
     flat = {
         name: replace(layout, shape=(_TRIED,), stride=(1,), offset=0)
@@ -566,6 +572,7 @@ def _check_bits(lowered: Lowered, group: _Group, found: _Kernel) -> None:
         for name, layout in group.layouts.items()
     }
     call = _bound_call(found, replace(group, layouts=flat), _TRIED)
+    _draw_single_values(given, call.args[group.count :], generator)
     values = dict(zip(group.inputs, given, strict=True))
     for node in group.nodes:
         (result,) = node.outputs
@@ -583,3 +590,30 @@ def _check_bits(lowered: Lowered, group: _Group, found: _Kernel) -> None:
         for one, other in zip(expected, results, strict=True):
             if not ((one == other) | (one.isnan() & other.isnan())).all():
                 raise NotCompiledError("a kernel has other bits than its operations")
+
+
+def _draw_single_values(
+    given: list[torch.Tensor], numbers: Sequence[Any], generator: torch.Generator
+) -> None:
+    """Replace tensors of one element by values for which numbers are real.
+
+    A value may be a count of steps, a decay below 1 that is scheduled, or a learning
+    rate: `sqrt(1 - decay**count)` is real for some values only.
+
+    Raises:
+        NotCompiledError: No such values are found.
+    """
+    for draw in range(_DRAWS):
+        for i, tensor in enumerate(given):
+            if tensor.numel() == 1:
+                value = torch.rand(tensor.shape, generator=generator)
+                above = draw == 0 or torch.rand((), generator=generator) < 0.5
+                value = value * 36 + 3 if above else value
+                given[i] = value.to(tensor.dtype)
+        try:
+            found = [evaluated(number, given) for number in numbers]
+            if all(not isinstance(n, complex) and math.isfinite(n) for n in found):
+                return
+        except (ArithmeticError, ValueError):
+            continue
+    raise NotCompiledError("numbers of an update are not real for any values tried")
