@@ -30,12 +30,8 @@ from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operan
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.planning import Planner
 from mucudnn.torch.splitting.axes import Axis, Cut, layout_of_rows
-from mucudnn.torch.splitting.prepare import (
-    rewrite_for_cutting,
-    split_norms,
-    without_shape_operands,
-)
-from mucudnn.torch.splitting.recurrent import has_recurrence, without_workspaces
+from mucudnn.torch.splitting.prepare import FillsAndLosses, Norms, ShapeOperands
+from mucudnn.torch.splitting.recurrent import LayersWithoutWorkspace, has_recurrence
 from mucudnn.torch.splitting.traits import SplittableStep, follow_rows
 
 _IMAGES = 3
@@ -88,9 +84,10 @@ def _along_batch(lowered: Lowered, names: Sequence[str]) -> SplittableStep | Non
     if samples < 2:
         return None
     axes = dict.fromkeys(given, Axis(0))
-    ready = rewrite_for_cutting(lowered)
+    ready = FillsAndLosses(lowered).rewritten()
     if has_recurrence(lowered.graph):  # samples are strided in its tensors
-        found = follow_rows(without_workspaces(split_norms(ready)), axes, None)
+        ready = LayersWithoutWorkspace(Norms(ready).rewritten()).rewritten()
+        found = follow_rows(ready, axes, None)
     else:
         found = follow_rows(ready, axes, samples)
     return found if found.cuts and axes.keys() & found.axes.keys() else None
@@ -111,7 +108,9 @@ def _along_height(lowered: Lowered, names: Sequence[str]) -> SplittableStep | No
         for name, shape in shapes.items()
         if len(shape) >= most - 1
     }
-    ready = split_norms(without_shape_operands(rewrite_for_cutting(lowered)))
+    ready = lowered
+    for rewriter in (FillsAndLosses, ShapeOperands, Norms):
+        ready = rewriter(ready).rewritten()
     found = follow_rows(ready, images, None)
     return found if found.cuts and images.keys() & found.axes.keys() else None
 

@@ -3,8 +3,8 @@
 * Tensors filled with a constant do not read the tensor that gives their shape.
 * A mean loss of classes divides by a count over the whole batch. The count is computed
   first, from labels alone; the loss is summed; the sum is divided.
-* For strips, batch norms in training become several nodes (`split_norms`), and the
-  gradients of images do not read the images (`without_shape_operands`).
+* For strips, batch norms in training become several nodes (`Norms`), and the
+  gradients of images do not read the images (`ShapeOperands`).
 """
 
 from abc import ABC, abstractmethod
@@ -96,12 +96,9 @@ _FILLED: Mapping[str, Callable[[tuple[Any, ...]], Any]] = MappingProxyType(
 _UNFILLED = frozenset({"aten.empty_like.default", "aten.new_empty.default"})
 
 
-def rewrite_for_cutting(lowered: Lowered) -> Lowered:
-    """Rewrite constant tensors and mean losses of classes."""
-    return _FillsAndLosses(lowered).rewritten()
+class FillsAndLosses(GraphRewriter):
+    """Rewrites constant tensors and mean losses of classes."""
 
-
-class _FillsAndLosses(GraphRewriter):
     def write(self, node: Node) -> None:
         """Append a node, or its replacement."""
         call = self.calls[node.name]
@@ -115,7 +112,7 @@ class _FillsAndLosses(GraphRewriter):
         elif (
             (node.op in _FILLED or node.op in _UNFILLED)
             and _is_contiguous(self.layouts[node.outputs[0]])
-            and not any(map(_is_tensor, call.args[1:]))
+            and not any(isinstance(a, Operand) for a in call.args[1:])
         ):
             self._fill(node, call)
         else:
@@ -125,14 +122,11 @@ class _FillsAndLosses(GraphRewriter):
         layout = self.layouts[node.outputs[0]]
         kind = {"dtype": layout.dtype, "device": layout.device}
         sizes = list(layout.shape)
-        if node.op in _UNFILLED:
-            function: Any = torch.ops.aten.empty.memory_format
-            filled = Call(function, (sizes,), kind, (None,))
-        else:
+        function, args = torch.ops.aten.empty.memory_format, (sizes,)
+        if node.op in _FILLED:
             value = _FILLED[node.op](call.args)
-            function = torch.ops.aten.full.default
-            filled = Call(function, (sizes, value), kind, (None,))
-        self.calls[node.name] = filled
+            function, args = torch.ops.aten.full.default, (sizes, value)
+        self.calls[node.name] = Call(function, args, kind, (None,))
         self.nodes.append(replace(node, inputs=()))
 
     def _loss(self, node: Node, call: Call) -> None:
@@ -144,8 +138,10 @@ class _FillsAndLosses(GraphRewriter):
         else:
             count = self.declare(f"{node.name}:count", loss, ())
         total = self.declare(f"{node.name}:sum", loss, ())
-        read = [node.inputs[a.index] for a in (labels, weights) if _is_tensor(a)]
-        given = [Operand(0), Operand(1) if _is_tensor(weights) else None]
+        read = [
+            node.inputs[a.index] for a in (labels, weights) if isinstance(a, Operand)
+        ]
+        given = [Operand(0), Operand(1) if isinstance(weights, Operand) else None]
         dtype = self.layouts[loss].dtype
         counted = Call(_label_count, (*given, ignored, dtype), {}, (None,))
         self.add(node, "count", f"{node.op}:count", counted, read, [count])
@@ -154,10 +150,6 @@ class _FillsAndLosses(GraphRewriter):
         self.add(node, "sums", node.op, summed, node.inputs, [total])
         divided = Call(torch.ops.aten.div.Tensor, (Operand(0), Operand(1)), {}, (None,))
         self.add(node, "mean", f"{node.op}:mean", divided, [total, count], [loss])
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Operand)
 
 
 def _label_count(
@@ -318,12 +310,9 @@ _TYPES = frozenset({torch.float32, torch.float64})
 """Types of batch norms that are split; those of lower precision stay whole."""
 
 
-def split_norms(lowered: Lowered) -> Lowered:
-    """Rewrite batch norms of images in training as several nodes each."""
-    return _Norms(lowered).rewritten()
+class Norms(GraphRewriter):
+    """Rewrites batch norms of images in training as several nodes each."""
 
-
-class _Norms(GraphRewriter):
     def __init__(self, lowered: Lowered) -> None:
         super().__init__(lowered)
         self._variances: dict[str, tuple[str, float]] = {}
@@ -489,16 +478,13 @@ def gradient_of_shape(
     return function(gradient, gradient.new_zeros(()).expand(sizes), *args)
 
 
-def without_shape_operands(lowered: Lowered) -> Lowered:
-    """Rewrite gradients of images so that they do not read the images.
+class ShapeOperands(GraphRewriter):
+    """Rewrites gradients of images so that they do not read the images.
 
     The bias's gradient of a transposed convolution becomes a sum of its own: the rows
     that strips of the filter's gradient read overlap.
     """
-    return _ShapeOperands(lowered).rewritten()
 
-
-class _ShapeOperands(GraphRewriter):
     def write(self, node: Node) -> None:
         """Append a node, or its replacement."""
         call = self.calls[node.name]

@@ -38,12 +38,9 @@ def has_recurrence(graph: Graph) -> bool:
     return any(node.op == _LAYER for node in graph.nodes)
 
 
-def without_workspaces(lowered: Lowered) -> Lowered:
-    """Rewrite LSTMs' layers and their gradients as operations without a workspace."""
-    return _Layers(lowered).rewritten()
+class LayersWithoutWorkspace(GraphRewriter):
+    """Rewrites LSTMs' layers and gradients as operations without a workspace."""
 
-
-class _Layers(GraphRewriter):
     def __init__(self, lowered: Lowered) -> None:
         super().__init__(lowered)
         readers: dict[str, list[str]] = {}
@@ -65,7 +62,11 @@ class _Layers(GraphRewriter):
                 kept = tuple(results.values())
                 self.nodes.append(replace(node, op=_CUT_LAYER, outputs=kept))
                 return
-        elif node.op == _BACKWARD and _workspace_of(node, call.args) in self._spare:
+        elif (
+            node.op == _BACKWARD
+            and isinstance(workspace := call.args[-1], Operand)
+            and node.inputs[workspace.index] in self._spare
+        ):
             self._write_gradients(node)
             return
         self.nodes.append(node)
@@ -89,11 +90,6 @@ class _Layers(GraphRewriter):
         self.nodes.append(
             replace(node, op=_CUT_BACKWARD, inputs=tuple(inputs), traits=traits)
         )
-
-
-def _workspace_of(node: Node, args: tuple[Any, ...]) -> str:
-    workspace = args[-1]
-    return node.inputs[workspace.index] if isinstance(workspace, Operand) else ""
 
 
 def lstm_gradients(*args: Any) -> tuple[torch.Tensor, ...]:
