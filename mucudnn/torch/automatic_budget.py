@@ -9,14 +9,13 @@ compilation.
 """
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.planning.cutting import AUTO, HEIGHT, WHOLE
@@ -245,14 +244,4 @@ def free_bytes(step: LoweredStep) -> int:
             device
         )
         return int(free + unused)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:  # Linux counts caches, which it gives up, as available
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        (available,) = [line for line in lines if line.startswith("MemAvailable:")]
-        free = int(available.split()[1]) << 10
-        group = Path("/sys/fs/cgroup")
-        most = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return free
-    return free if most == "max" else min(free, max(0, int(most) - used))
+    return CpuDevice().available_bytes()

@@ -729,7 +729,7 @@ class TrainStep:
                     raise
                 schedule = program.plan.plan.schedule
                 bound = bind_step(program.lowered, schedule, program.copies)
-                plan = replace(program.plan, source=bound.source)
+                plan = replace(program.plan, source=bound.segment.source)
                 if plan.device is not None:
                     report = partial(self._warn_if_reserved, plan)
                     run = ReservedGrowth(plan.device, report).watched(bound.segment.run)

@@ -4,7 +4,6 @@ There is one for CPUs and one for CUDA devices; `costs.measure` runs nodes with 
 """
 
 import gc
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -260,7 +259,7 @@ class CudaMeter:
         if once > _LONG_MS:
             return once
         times = (self._burst_ms(call, _BURST) for _ in range(_REPEATS))
-        return statistics.median(times)
+        return median(times)
 
     def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
         """Return the peak of what each call allocates, results included."""

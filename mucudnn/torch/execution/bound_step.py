@@ -79,13 +79,8 @@ class HostResidents:
                 "offloaded only if they are on the CPU"
             )
         whole = bytes_of(tensors[0].detach())
-        host = self.memory(storage, whole.numel()).copy_(whole).untyped_storage()
-        moved = [
-            torch.empty(0, dtype=t.dtype, device=t.device).set_(
-                host, t.storage_offset(), t.shape, t.stride()
-            )
-            for t in tensors
-        ]
+        host = self.memory(storage, whole.numel()).copy_(whole)
+        moved = [Layout.of(t.detach()).view_of(host) for t in tensors]
         # One call in C: an interrupt between two tensors would separate them for good.
         list(map(setattr, tensors, repeat("data"), moved))
 
@@ -186,11 +181,6 @@ class BoundStep:
     host_residents: HostResidents
     random: Sequence[torch.device | None] = ()
     tiers: TierCopies | None = None
-
-    @property
-    def source(self) -> str:
-        """The program's source."""
-        return self.segment.source
 
     def run(self, given: list[Any], commit: StepCommit) -> list[Any]:
         """Run one step on the graph's inputs, which are released; return its results.
@@ -434,15 +424,6 @@ def runner_of(
 
 def _clone_with_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of the same layouts in copies of their storages."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    found = []
-    for tensor in tensors:
-        key = storage_of(tensor)
-        if key not in storages:
-            storages[key] = tensor.untyped_storage().clone()
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        view = empty.set_(
-            storages[key], tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
-        found.append(Layout.of(tensor).read(view))
-    return found
+    storages = {storage_of(t): t for t in tensors}
+    copies = {key: bytes_of(tensor).clone() for key, tensor in storages.items()}
+    return [Layout.of(t).view_of(copies[storage_of(t)]) for t in tensors]

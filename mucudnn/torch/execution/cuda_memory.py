@@ -20,9 +20,9 @@ reserved leaves the same gaps, as its allocator is the same: this was measured f
 plans each of GPT-2 and ResNet-50. One with `no_split` reserves at least twice as much.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
@@ -268,8 +268,10 @@ def live_tensors(error: BaseException) -> str:
     """Return the largest tensors of a planned program that was stopped by an error."""
     found: dict[int, str] = {}
     sizes: dict[int, int] = {}
-    for frame in _frames(error.__traceback__):
-        for name, value in frame.items():
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename != PROGRAM:
+            continue
+        for name, value in frame.f_locals.items():
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 place = value.untyped_storage().data_ptr()
                 sizes[place] = value.untyped_storage().nbytes()
@@ -280,11 +282,3 @@ def live_tensors(error: BaseException) -> str:
     more = f" and {len(largest) - _SHOWN} more" if len(largest) > _SHOWN else ""
     total = format_bytes(sum(sizes.values()))
     return f"alive in the step were {total}: {', '.join(shown)}{more}"
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[dict[str, object]]:
-    """Return the variables of planned programs on the stack of an error."""
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == PROGRAM:
-            yield traceback.tb_frame.f_locals
-        traceback = traceback.tb_next

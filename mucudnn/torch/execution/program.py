@@ -8,7 +8,6 @@ be read.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -114,7 +113,7 @@ class Program:
                 "bytes_of": bytes_of,
                 "left": copies.on_host,
                 "settle": copies.synchronize,
-                "lie": _view_bytes,
+                "lie": lambda whole, layout: layout.view_of(whole),
                 "get_state": get_state,
                 "set_state": set_state,
                 "keep_state": keep_state,
@@ -358,14 +357,6 @@ class Program:
         return self._names.variable(tensor)
 
 
-def _view_bytes(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return a tensor of a layout whose storage is that of `whole`."""
-    tensor = torch.empty(0, dtype=layout.dtype, device=whole.device).set_(
-        whole.untyped_storage(), layout.offset, layout.shape, layout.stride
-    )
-    return layout.read(tensor)
-
-
 # Names of a program's tensors and constants.
 #
 # Every tensor has one local variable throughout: a storage that is freed and fetched or
@@ -386,17 +377,11 @@ class Names:
     def __init__(self, graph: Graph, space: Mapping[str, Any]) -> None:
         self.space: dict[str, Any] = dict(space)
         self.bound: set[str] = set()
-        self._graph = graph
         self._variables: dict[str, str] = {}
         self._constants: dict[int, str] = {}
-
-    @cached_property
-    def _members(self) -> Mapping[str, list[str]]:
-        """All tensors of each storage."""
-        found: dict[str, list[str]] = {}
-        for name, storage in self._graph.storages.items():
-            found.setdefault(storage, []).append(name)
-        return found
+        self._members: dict[str, list[str]] = {}  # all tensors of each storage
+        for name, storage in graph.storages.items():
+            self._members.setdefault(storage, []).append(name)
 
     def variable(self, tensor: str) -> str:
         """Return the variable of a tensor, which is bound from now on."""

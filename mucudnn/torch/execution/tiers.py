@@ -139,12 +139,12 @@ class TierCopies:
     def _offload(
         self, arena: "HeldArena", tensor: torch.Tensor, storage: str
     ) -> TierOffloadedStorage:
-        whole = bytes_of(tensor)
         tier, offset = self.places[storage]
-        host = arena.bytes(tier, offset - self.base[tier], whole.numel())
-        copier = arena.copier(tier)
-        ticket = copier.out(whole.numpy(), host.numpy())
-        return TierOffloadedStorage(host, copier, ticket)
+        nbytes = tensor.untyped_storage().nbytes()
+        host = arena.bytes(tier, offset - self.base[tier], nbytes)
+        offloaded = TierOffloadedStorage(host, arena.copier(tier))
+        self.write_back(tensor, offloaded)
+        return offloaded
 
     def prefetch(self, offloaded: TierOffloadedStorage) -> torch.Tensor:
         """Begin to copy an offloaded storage back; return its new bytes."""
