@@ -10,6 +10,7 @@ Their collectives must run in one order on all ranks, so all ranks follow one pl
 If one rank fails on the way, all of them do, with the same message.
 """
 
+import copyreg
 import hashlib
 import io
 import pickle
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mucudnn.errors import MucudnnError, UnsupportedError
+from mucudnn.errors import UnsupportedError
 from mucudnn.runtime.distributed.collectives import check_alike, ending_together
 from mucudnn.torch.capture.step_tensors import root_of
 from mucudnn.torch.costs.measure import KnownCosts, call_key, evaluate, operands_of
@@ -217,30 +218,17 @@ class StepRanks:
         return pickle.loads(value)  # type: ignore[no-any-return]
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        """Pickle read-only mappings as dicts, and errors with all their attributes."""
-        if isinstance(value, MappingProxyType):
-            return _read_only, (dict(value),)
-        if isinstance(value, MucudnnError):
-            return _error, (type(value), value.args, vars(value))
-        return NotImplemented
-
-
 def _read_only(value: dict[Any, Any]) -> MappingProxyType[Any, Any]:
     # Pickle finds a function by its name; it does not find the class `mappingproxy`.
     return MappingProxyType(value)
 
 
-def _error(kind: type[MucudnnError], args: Any, state: dict[str, Any]) -> MucudnnError:
-    error = kind.__new__(kind)
-    error.args = args
-    vars(error).update(state)
-    return error
-
-
 def pickled(value: object) -> bytes:
     """Return a plan, or an error, as bytes for the other ranks."""
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    pickler = pickle.Pickler(file)
+    pickler.dispatch_table = copyreg.dispatch_table | {
+        MappingProxyType: lambda mapping: (_read_only, (dict(mapping),))
+    }
+    pickler.dump(value)
     return file.getvalue()
