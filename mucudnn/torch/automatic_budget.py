@@ -27,6 +27,7 @@ from mucudnn.torch.plan_program import (
     least_budget,
     plan_program,
 )
+from mucudnn.torch.planning import too_small
 
 _AUTO = "auto"
 _DEVICE = "device"
@@ -176,13 +177,11 @@ class AutomaticBudget:
         if self.exact:
             more += "; without exact=True it may run in micro-batches or compiled"
         percent = math.ceil(100 * needed / most)
-        raise PlanningError(
+        raise too_small(
             f"the step does not fit the budget {self.text!r}, {exact_bytes(limit)}; "
             f"the least budget that works is {exact_bytes(needed)}"
             f"{names and f' with {names}'}, or budget='{percent}%'{more}",
-            node=node or None,
-            short_by=needed - limit,
-            least_bytes=needed,
+            *(limit, needed, node or None),
         )
 
     def _ways(self, options: PlanOptions) -> Iterator[_Way]:

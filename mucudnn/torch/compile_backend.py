@@ -56,7 +56,7 @@ from mucudnn.torch.plan_program import (
     plan_program,
 )
 from mucudnn.torch.plan_store import PlanCacheChoice
-from mucudnn.torch.planning import parse_budget
+from mucudnn.torch.planning import parse_budget, too_small
 from mucudnn.torch.source_lines import line_of_stack
 
 _SHARE = 1 / 3
@@ -597,14 +597,12 @@ class SharedBudget:
         ends = dict.fromkeys(p.source.ends or p.source.name for p in others)
         breaks = ", ".join(ends)
         used = sum(part.peak for part in others)
-        return PlanningError(
+        return too_small(
             f"{source.name} is one of {len(others) + 1} graphs that share the budget "
             f"of {exact_bytes(int(self.budget))}, with graph breaks at {breaks}: the "
             f"other graphs take up to {exact_bytes(used)} of it, and this one needs "
             f"{exact_bytes(least)}; a budget of {exact_bytes(needed)} "
             f"works{('' if source.ends is None else ' up to its end')}. torch.compile "
             "with fullgraph=True shows the cause of a graph break",
-            node=node,
-            short_by=needed - int(self.budget),
-            least_bytes=needed,
+            *(self.budget, needed, node),
         )

@@ -22,7 +22,7 @@ from torch.fx.node import _side_effectful_functions
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mucudnn.torch.execution.devices import autocast_off
+from mucudnn.torch.execution.devices import autocast_off, forked_generators
 from mucudnn.torch.source_lines import storage_of
 
 _CHECK = torch.ops.aten._linalg_check_errors.default
@@ -121,13 +121,11 @@ def while_compiling(given: Sequence[Any]) -> Iterator[None]:
     other threads call meanwhile would refuse to be traced.
     """
     session = getattr(torch.compiler, "_compile_session_context", nullcontext)
-    tensors = (value for value in given if isinstance(value, torch.Tensor))
-    devices = sorted({t.device.index for t in tensors if t.is_cuda})
     with (
         compile_lock,
         session(),
         _disable_current_modes(),
-        torch.random.fork_rng(devices=devices),
+        forked_generators(given),
     ):
         yield
 

@@ -59,6 +59,7 @@ from mucudnn.torch.distributed.ranks import (
     check_mesh,
     on_ranks,
 )
+from mucudnn.torch.execution.devices import forked_generators
 from mucudnn.torch.optimizer_update import EagerUpdate, check_room
 from mucudnn.torch.plan import TorchPlan, UpdateBytes
 from mucudnn.torch.plan_program import (
@@ -67,7 +68,7 @@ from mucudnn.torch.plan_program import (
     least_budget,
     plan_program,
 )
-from mucudnn.torch.planning import Planner, parse_budget
+from mucudnn.torch.planning import Planner, parse_budget, too_small
 
 _CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
@@ -265,11 +266,10 @@ class MemoryStudy:
         most = largest_batch_within(least_of, int(limit), start=start)
         if most == 0:
             least = least_of(1)
-            raise PlanningError(
+            raise too_small(
                 f"a batch of one needs {exact_bytes(least)}; the budget is "
                 f"{exact_bytes(int(limit))}",
-                short_by=least - int(limit),
-                least_bytes=least,
+                *(limit, least),
             )
         return most
 
@@ -425,8 +425,7 @@ class MemoryStudy:
         if self._usage is None:
             check_room(step.whole)
         of_name = step.wholes(parts.parameters)
-        gpus = sorted({p.device.index for p in of_name.values() if p.is_cuda})
-        with torch.random.fork_rng(devices=gpus):
+        with forked_generators(of_name.values()):
             update = EagerUpdate.of(
                 step.whole,
                 captured,

@@ -6,7 +6,6 @@ update needs the bytes that were measured: the budget has to hold both.
 """
 
 import copy
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.costs.meters import meter_of
 from mucudnn.torch.execution.copies import host_bytes
 from mucudnn.torch.plan import TorchPlan, UpdateBytes
+from mucudnn.torch.planning import too_small
 from mucudnn.torch.source_lines import bytes_in_storages, storage_of
 
 _PlannerT = TypeVar("_PlannerT")
@@ -168,14 +168,12 @@ class EagerUpdate:
         )
 
     def _refusal(self, budget: float, least: int, node: str | None) -> PlanningError:
-        return PlanningError(
+        return too_small(
             f"the step does not fit into {exact_bytes(int(budget))}: its optimizer "
             f"updates eagerly ({self.reason}), which takes all gradients and "
             f"{exact_bytes(self.usage.peak)} more; the least budget that works is "
             f"{exact_bytes(least)}",
-            node=node,
-            short_by=0 if math.isinf(budget) else least - int(budget),
-            least_bytes=least,
+            *(budget, least, node),
         )
 
 

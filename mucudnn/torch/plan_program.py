@@ -48,7 +48,7 @@ from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.optimizer_update import EagerUpdate
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_store import PlanCacheChoice, PlanStore, open_plans
-from mucudnn.torch.planning import Planner
+from mucudnn.torch.planning import Planner, too_small
 from mucudnn.torch.splitting.plan import SplitCandidates, split_candidates
 
 Face = Literal["train_step", "backend", "memory"]
@@ -354,14 +354,12 @@ class LoweredStep:
                 raise
             least = e.least_bytes + held
             more = self._advise_reserved(options, least, held) if advise else ""
-            raise PlanningError(
+            message = (
                 f"the step does not fit into {exact_bytes(int(budget))}, of which "
                 f"{exact_bytes(held)} are cuBLAS's workspaces: the least budget that "
-                f"works is {exact_bytes(least)}{more}",
-                node=e.node,
-                short_by=least - int(budget),
-                least_bytes=least,
-            ) from None
+                f"works is {exact_bytes(least)}{more}"
+            )
+            raise too_small(message, budget, least, e.node) from None
         if device.type != "cuda":
             return planner, plan
         on_cuda = partial(replace, budget=budget, library_bytes=held, device=device)

@@ -49,6 +49,14 @@ def parse_budget(budget: float | str | None) -> float:
     return number if math.isinf(number) else parse_bytes(int(budget))
 
 
+def too_small(
+    message: str, budget: float, least: int, node: str | None = None
+) -> PlanningError:
+    """Return the error of a budget that is too small, given the least that works."""
+    short_by = 0 if math.isinf(budget) else least - int(budget)
+    return PlanningError(message, node=node, short_by=short_by, least_bytes=least)
+
+
 @dataclass(frozen=True)
 class Planner:
     """A lowered graph with its costs, which is planned under any budget.
@@ -103,14 +111,12 @@ class Planner:
             if e.least_bytes is None:
                 raise
             least = e.least_bytes - self.caller_bytes
-            raise PlanningError(
+            message = (
                 f"the step does not fit into {exact_bytes(int(budget))}: node "
                 f"{e.node!r} needs more; the least budget that works is "
-                f"{exact_bytes(least)}",
-                node=e.node,
-                short_by=least - int(budget),
-                least_bytes=least,
-            ) from None
+                f"{exact_bytes(least)}"
+            )
+            raise too_small(message, budget, least, e.node) from None
         return self.describe(plan, budget)
 
     def plan_request(

@@ -70,7 +70,7 @@ from mucudnn.torch.distributed.step_ranks import (
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
 from mucudnn.torch.execution.cuda_memory import ReservedGrowth
-from mucudnn.torch.execution.devices import check_devices
+from mucudnn.torch.execution.devices import check_devices, forked_generators
 from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 from mucudnn.torch.optimizer_update import EagerUpdate, own_update, state_bytes
@@ -597,7 +597,7 @@ class TrainStep:
             given = [*live.tensors(), *batch.tensors]
             check_devices(given)
             try:
-                with exclusive_capture(), _same_numbers(given):
+                with exclusive_capture(), forked_generators(given):
                     captured, planned = self._plan(live, batch)
             except PlanningError:
                 raise
@@ -864,7 +864,7 @@ class TrainStep:
         if self._fits is not None:
             return self._fits
         own = EagerUpdate.of(self._optimizer, captured, live.parts, self._update_reason)
-        with _same_numbers(live.tensors()):
+        with forked_generators(live.tensors()):
             step = LoweredStep.of_captured(captured, live.parts, own)
             plan = plan_program(step, self._options).plan
         # Eager mode keeps all gradients, and copies of them for a fused update.
@@ -894,13 +894,6 @@ class TrainStep:
 
 def _place(read: Read) -> Any:
     return read.kind, id(read.holder), read.key
-
-
-def _same_numbers(given: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """Have the step draw again what is drawn while it is measured."""
-    devices = {t.device.index for t in given if t.is_cuda}
-    fork: AbstractContextManager[None] = torch.random.fork_rng(devices=sorted(devices))
-    return fork
 
 
 def _checked_overlaps(

@@ -40,7 +40,7 @@ from mucudnn.torch.plan_program import (
     plan_program,
 )
 from mucudnn.torch.plan_store import PlanCacheChoice
-from mucudnn.torch.planning import Planner, parse_budget
+from mucudnn.torch.planning import Planner, parse_budget, too_small
 
 _BETWEEN = "between the passes"
 """Node whose scratch memory limits what a graph holds between its passes."""
@@ -212,12 +212,11 @@ def _plan_layers(
         except PlanningError:
             continue
         needed = layers.total(peak, held, parameters, passed)
-        raise PlanningError(
+        raise too_small(
             f"{layers.count} layers do not fit into {exact_bytes(int(budget))}: each "
             f"holds {exact_bytes(held)} between its passes; the least budget that "
             f"works is {exact_bytes(needed)}",
-            short_by=needed - int(budget),
-            least_bytes=needed,
+            *(budget, needed),
         )
     raise PlanningError("the layers cannot be planned under any budget")
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from mucudnn.ir.fleet import StepPoint, StepTable
 from mucudnn.passes.load_balancing import measured_table
 from mucudnn.runtime.distributed.collectives import Stopwatch
+from mucudnn.torch.execution.devices import forked_generators
 
 _REPEATS = 3
 
@@ -104,11 +105,10 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and the state of random generators."""
     gradients = [p.grad for p in model.parameters()]
     buffers = [copy.deepcopy(b.detach()) for b in model.buffers()]
-    devices = {p.device.index for p in model.parameters() if p.is_cuda}
     try:
         for parameter in model.parameters():
             parameter.grad = None
-        with torch.random.fork_rng(devices=sorted(devices)):
+        with forked_generators(model.parameters()):
             yield
     finally:
         # Buffers were changed in place, as by batch norm: restore them in place.

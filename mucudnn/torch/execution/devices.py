@@ -1,8 +1,8 @@
 """Devices that programs run on, and the copies that each of them uses."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -89,6 +89,13 @@ def autocast_off() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def forked_generators(given: Iterable[Any]) -> AbstractContextManager[None]:
+    """Restore the random generators of the CPU and of these values' CUDA devices."""
+    cuda = {t.device.index for t in given if isinstance(t, torch.Tensor) and t.is_cuda}
+    fork: AbstractContextManager[None] = torch.random.fork_rng(devices=sorted(cuda))
+    return fork
 
 
 def check_devices(given: Sequence[torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.split_search import plan_splitting
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.plan import TorchPlan
-from mucudnn.torch.planning import Planner
+from mucudnn.torch.planning import Planner, too_small
 from mucudnn.torch.splitting.axes import Axis, Cut, layout_of_rows
 from mucudnn.torch.splitting.prepare import FillsAndLosses, Norms, ShapeOperands
 from mucudnn.torch.splitting.recurrent import LayersWithoutWorkspace, has_recurrence
@@ -148,13 +148,12 @@ class SplitCandidates:
             if e.least_bytes is None:
                 raise
             least = e.least_bytes - self._planners[0].caller_bytes
-            raise PlanningError(
+            message = (
                 f"neither whole nor in parts does the step fit into "
                 f"{exact_bytes(int(budget))}; the least budget that works is "
-                f"{exact_bytes(least)}",
-                short_by=least - int(budget),
-                least_bytes=least,
-            ) from None
+                f"{exact_bytes(least)}"
+            )
+            raise too_small(message, budget, least) from None
         chosen = found.chosen
         if chosen.request is None or chosen.plan is None:
             raise PlanningError("the step has no plan")

@@ -122,11 +122,11 @@ class FillsAndLosses(GraphRewriter):
         layout = self.layouts[node.outputs[0]]
         kind = {"dtype": layout.dtype, "device": layout.device}
         sizes = list(layout.shape)
-        function, args = torch.ops.aten.empty.memory_format, (sizes,)
+        function, args = torch.ops.aten.empty.memory_format, [sizes]
         if node.op in _FILLED:
-            value = _FILLED[node.op](call.args)
-            function, args = torch.ops.aten.full.default, (sizes, value)
-        self.calls[node.name] = Call(function, args, kind, (None,))
+            function = torch.ops.aten.full.default
+            args.append(_FILLED[node.op](call.args))
+        self.calls[node.name] = Call(function, tuple(args), kind, (None,))
         self.nodes.append(replace(node, inputs=()))
 
     def _loss(self, node: Node, call: Call) -> None:
