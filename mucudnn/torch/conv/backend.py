@@ -112,22 +112,19 @@ def _native_kernel(problem: ConvProblem, workers: int) -> _NativeKernel:
         problem.groups,
     )
 
-    def compute_output(x: Any, w: Any, y: Any) -> Any:
-        return forward(x, w, None, *options)
-
-    def compute_input_gradient(dy: Any, w: Any, dx: Any) -> Any:
-        return backward(dy, dx, w, None, *options, [True, False, False])[0]
-
-    def compute_filter_gradient(x: Any, dy: Any, dw: Any) -> Any:
-        return backward(dy, x, dw, None, *options, [False, True, False])[1]
-
     match problem.direction:
         case Direction.FORWARD:
-            return _NativeKernel(compute_output)
+            return _NativeKernel(lambda x, w, y: forward(x, w, None, *options))
         case Direction.BACKWARD_DATA:
-            return _NativeKernel(compute_input_gradient)
+            mask = [True, False, False]
+            return _NativeKernel(
+                lambda dy, w, dx: backward(dy, dx, w, None, *options, mask)[0]
+            )
         case Direction.BACKWARD_FILTER:
-            return _NativeKernel(compute_filter_gradient)
+            mask = [False, True, False]
+            return _NativeKernel(
+                lambda x, dy, dw: backward(dy, x, dw, None, *options, mask)[1]
+            )
 
 
 ALGORITHM = Algorithm(TORCH, _native_kernel, notes=("workspace_not_counted",))
