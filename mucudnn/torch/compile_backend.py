@@ -163,24 +163,19 @@ def compile_graph(
     try:
         budget = parse_budget(given.pop("budget", None))
         PlanOptions.of("backend", budget, **given)  # which checks them
-        tuner, inductor = given.get("tuner"), given.get("inductor", False)
         named = _backend_of(
-            budget, tuner, inductor, parse_tiers(given.get("tiers", ()))
+            budget=budget,
+            tuner=given.get("tuner"),
+            inductor=given.get("inductor", False),
+            tiers=parse_tiers(given.get("tiers", ())),
         )
     except (TypeError, ValueError) as e:
         return _raiser(e)
     return named(module, inputs)
 
 
-@functools.cache
-def _backend_of(
-    budget: float,
-    tuner: Tuner | None,
-    inductor: bool,
-    tiers: tuple[TierChoice, ...],
-) -> "CompileBackend":
-    """Return the one backend of these options: graphs of one model share its budget."""
-    return backend(budget=budget, tuner=tuner, inductor=inductor, tiers=tiers)
+_backend_of = functools.cache(backend)
+"""Returns the one backend of some options: graphs of one model share its budget."""
 
 
 @dataclass(frozen=True)

@@ -490,15 +490,13 @@ class TrainStep:
             RuntimeError: No batch was seen yet (`prepare` plans without a step), or all
                 steps ran in eager mode.
         """
-        if self._last is None and self._steps:
+        if self._last is None:
             raise RuntimeError(
                 "all steps so far ran in eager mode, as a warning said, and have no "
                 "plan"
-            )
-        if self._last is None:
-            raise RuntimeError(
-                "nothing is planned before the first batch; "
-                "prepare(*batch) plans for one"
+                if self._steps
+                else "nothing is planned before the first batch; prepare(*batch) plans "
+                "for one"
             )
         return self._last.plan
 
@@ -518,7 +516,7 @@ class TrainStep:
         self._last = variant.planned
         stored = [given[i] for i in captured.stored]
         if captured.gradients is not None:
-            loss, *flat = self._with_own_update(variant, batch, given)
+            loss, *flat = self._with_own_update(variant, given)
         else:
             loss, *flat = variant.planned.bound.run(given, self._commit)
             self._optimizer._opt_called = True  # what schedulers look for
@@ -537,7 +535,7 @@ class TrainStep:
         return loss if extras is None else (loss, extras)
 
     def _with_own_update(
-        self, variant: Variant, batch: Batch, given: list[torch.Tensor]
+        self, variant: Variant, given: list[torch.Tensor]
     ) -> list[Any]:
         """Run the planned passes, then the optimizer's own step."""
         names = variant.captured.gradients or ()

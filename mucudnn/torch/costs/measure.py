@@ -22,7 +22,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
 from mucudnn.torch import internals
 from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND
-from mucudnn.torch.costs.meters import Links, Meter, meter_of
+from mucudnn.torch.costs.meters import CpuMeter, CudaMeter, Links, meter_of
 from mucudnn.torch.distributed.sharding import is_collective
 from mucudnn.torch.execution.copies import bytes_of
 from mucudnn.torch.execution.devices import autocast_off, device_of
@@ -386,7 +386,7 @@ def _difference(tensor: torch.Tensor, expected: Layout) -> str:
 
 
 def _scratch(
-    meter: Meter, lowered: Lowered, ones: Mapping[Any, Node]
+    meter: CpuMeter | CudaMeter, lowered: Lowered, ones: Mapping[Any, Node]
 ) -> dict[Any, int]:
     """Return the most bytes that each node has in use beyond its results."""
 

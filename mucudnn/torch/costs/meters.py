@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
@@ -52,20 +52,7 @@ Prepared = Callable[[], Callable[[], object]]
 """Makes the operands of a call, which are not counted, and returns the call."""
 
 
-class Meter(Protocol):
-    """Measures calls on one device."""
-
-    def time_ms(self, call: Callable[[], object]) -> float:
-        """Return the time of a call that has run before."""
-
-    def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
-        """Return the peak of what each call allocates, results included."""
-
-    def links(self, prepared: Prepared) -> Links:
-        """Measure copies to the host and back beside a call."""
-
-
-def meter_of(device: torch.device) -> Meter:
+def meter_of(device: torch.device) -> "CpuMeter | CudaMeter":
     """Return the meter of a device."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 

@@ -234,7 +234,9 @@ class _Lowering:
         refuse(node, function, outputs)
         inputs: list[str] = []
         args, kwargs = pytree.tree_map(
-            functools.partial(_bind, inputs), (args, dict(kwargs)), is_leaf=_is_leaf
+            functools.partial(_bind, inputs),
+            (args, dict(kwargs)),
+            is_leaf=lambda value: isinstance(value, Value | Number),
         )
         # A view of a constant has, as a fake tensor, a storage of its own.
         first = next(iter(self._resolved(node.args[:1])), None)
@@ -357,11 +359,6 @@ class Value:
     """A tensor of the graph among the arguments of a call."""
 
     name: str
-
-
-def _is_leaf(value: Any) -> bool:
-    """Return whether a value is a leaf of the tree of arguments."""
-    return isinstance(value, Value | Number)
 
 
 def _bind(inputs: list[str], value: Any) -> Any:
