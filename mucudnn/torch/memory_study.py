@@ -45,7 +45,6 @@ from mucudnn.torch.capture.fake_tensors import DatalessStep, KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.step import CapturedStep, capture_step
 from mucudnn.torch.capture.step_tensors import (
-    PLAIN,
     StepParts,
     StepSettings,
     scheduled_floats,
@@ -143,15 +142,7 @@ def memory(
 class MemoryStudy:
     """A training step on a device, under any budget and of any batch size.
 
-    Bytes are what `train_step` counts: everything but the batch.
-
-    Args:
-        step: The step, without data.
-        title: Name of the model.
-        device: Where it would run.
-        settings: How gradients are accumulated, scaled and clipped.
-        options: How it is planned; costs are the device's.
-        ranks: The devices that train together.
+    Bytes are what `train_step` counts: everything but the batch. `memory` makes it.
     """
 
     def __init__(
@@ -159,16 +150,15 @@ class MemoryStudy:
         step: DatalessStep,
         title: str,
         device: str,
-        settings: StepSettings = PLAIN,
-        options: PlanOptions | None = None,
-        ranks: Ranks = ONE,
+        settings: StepSettings,
+        options: PlanOptions,
+        ranks: Ranks,
     ) -> None:
         self._step = step
         self._ranks = ranks
         self._title = title
         self._device = device
         self._settings = settings
-        options = PlanOptions() if options is None else options
         figures = None if device == _CPU else get_device(device)
         self._options = replace(
             options,

@@ -28,6 +28,7 @@ from mucudnn.torch.capture.step import CapturedStep
 from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.costs.meters import meter_of
 from mucudnn.torch.execution.copies import host_bytes
+from mucudnn.torch.lowering.lowered import Layout
 from mucudnn.torch.plan import TorchPlan, UpdateBytes
 from mucudnn.torch.planning import too_small
 from mucudnn.torch.source_lines import bytes_in_storages, storage_of
@@ -106,7 +107,7 @@ class EagerUpdate:
         gradients = values[end - len(names) : end]
         copied = copies_needed(gradients, [parts.parameters[name] for name in names])
         copied_bytes = sum(
-            rounded(gradient.numel() * gradient.element_size())
+            rounded(gradient.nbytes)
             for gradient, needed in zip(gradients, copied, strict=True)
             if needed
         )
@@ -211,21 +212,18 @@ def measured_update(
         UnsupportedError: It cannot be copied, its update fails, or it needs more with
             every one.
     """
-    try:
-        return _Measured(optimizer, trained, foreach, closure=False).bytes()
-    except UnsupportedError:
-        raise
-    except Exception as first:  # of what kind is up to the optimizer
+    first: Exception | None = None
+    for closure in (False, True):
         try:
-            return _Measured(optimizer, trained, foreach, closure=True).bytes()
+            return _Measured(optimizer, trained, foreach, closure=closure).bytes()
         except UnsupportedError:
             raise
-        except Exception:
-            kind = type(optimizer).__name__
-            raise UnsupportedError(
-                f"{kind}.step() fails on a copy of it, with "
-                f"{type(first).__name__}: {first}"
-            ) from first
+        except Exception as e:  # of what kind is up to the optimizer
+            first = first or e
+    raise UnsupportedError(
+        f"{type(optimizer).__name__}.step() fails on a copy of it, with "
+        f"{type(first).__name__}: {first}"
+    ) from first
 
 
 def check_room(optimizer: torch.optim.Optimizer) -> None:
@@ -237,7 +235,7 @@ def check_room(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedError: Says how much memory there is.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    needed = 3 * sum(_nbytes(p) for p in parameters if p.is_cpu or p.is_meta)
+    needed = 3 * sum(p.nbytes for p in parameters if p.is_cpu or p.is_meta)
     there = CpuDevice().available_bytes()
     if needed > there:
         raise UnsupportedError(
@@ -296,7 +294,7 @@ class _Measured:
                 f"after {_UPDATES} steps and had {exact_bytes(states[-2])} one step "
                 "before: no budget can be guaranteed while its state grows"
             )
-        gradients = sum(map(_nbytes, self._trained)) if self._closure else 0
+        gradients = sum(p.nbytes for p in self._trained) if self._closure else 0
         return UpdateBytes(
             state=rounded(states[-1] + more),
             persistent=rounded(persistent + more),
@@ -345,7 +343,7 @@ def _still_to_come(optimizer: torch.optim.Optimizer) -> int:
     size = int(group["history_size"])
     missing = 2 * (size - len(state.get("old_dirs") or ()))
     missing += _MOST_OF_A_SEARCH if group["line_search_fn"] else 0
-    flat = rounded(sum(map(_nbytes, group["params"])))
+    flat = rounded(sum(p.nbytes for p in group["params"]))
     return missing * flat + 2 * size * rounded(1)
 
 
@@ -391,15 +389,8 @@ def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor, on the CPU into memory that is not of PyTorch's allocator."""
     value = tensor.detach()
     if value.is_cpu or value.is_meta:
-        count = 1 + sum(
-            (size - 1) * step
-            for size, step in zip(value.shape, value.stride(), strict=True)
-        )
-        nbytes = count * value.element_size() if value.numel() else 0
-        storage = host_bytes(nbytes).untyped_storage()
-        made = torch.empty(0, dtype=value.dtype, device="cpu").set_(
-            storage, 0, value.shape, value.stride()
-        )
+        layout = replace(Layout.of(value), offset=0)
+        made = layout.view_of(host_bytes(layout.extent * value.itemsize))
     else:
         made = torch.empty_like(value)
     if not value.is_meta:
@@ -409,10 +400,6 @@ def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel() * tensor.element_size())
 
 
 # Running an update behind a planned forward and backward pass.

@@ -371,24 +371,21 @@ class Unnameable(ValueError):  # noqa: N818  (it is a finding, not a mistake)
 
 
 class Places:
-    """Positions of the tensors and nodes of a graph."""
+    """Positions of the tensors and nodes of a graph.
+
+    Attributes:
+        tensors: Names of all tensors.
+        nodes: Names of all nodes.
+        tensor: Returns the position of a tensor; of a copy, with its suffix. It returns
+            the name itself if there is no such tensor.
+        node: Returns the position of a node in the same way.
+    """
 
     def __init__(self, lowered: Lowered) -> None:
         self.tensors = tuple(lowered.graph.tensors)
         self.nodes = tuple(node.name for node in lowered.graph.nodes)
-        self._tensor = {name: i for i, name in enumerate(self.tensors)}
-        self._node = {name: i for i, name in enumerate(self.nodes)}
-
-    def tensor(self, name: str) -> int | str:
-        """Return the position of a tensor; of a copy, with its suffix.
-
-        Returns the name itself if there is no such tensor.
-        """
-        return _place(self._tensor, name)
-
-    def node(self, name: str) -> int | str:
-        """Return the position of a node; see `tensor`."""
-        return _place(self._node, name)
+        self.tensor = partial(_place, {n: i for i, n in enumerate(self.tensors)})
+        self.node = partial(_place, {n: i for i, n in enumerate(self.nodes)})
 
 
 def _place(places: Mapping[str, int], name: str) -> int | str:

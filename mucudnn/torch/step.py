@@ -341,22 +341,7 @@ def train_step(
 
 
 class TrainStep:
-    """A planned training step of one model, loss and optimizer; see `train_step`.
-
-    Args:
-        model: The model to train.
-        loss_fn: The loss.
-        optimizer: The optimizer.
-        budget: Bytes, infinity for no limit; ignored with an automatic budget.
-        options: How steps are planned.
-        settings: How gradients are made, clipped and scaled.
-        max_plans: Number of plans to keep.
-        fallback: "refuse" or "eager".
-        verify: Steps between two comparisons with eager mode; None compares nothing.
-        exact: Whether results must equal eager mode's bit for bit when compared.
-        automatic: A budget that depends on the step or on the device.
-        sharding: The ranks that make the step together, if there are several.
-    """
+    """A planned training step of one model, loss and optimizer; see `train_step`."""
 
     def __init__(
         self,

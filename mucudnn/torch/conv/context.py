@@ -76,7 +76,7 @@ class Convolutions(ContextDecorator):
 
     def __init__(self, tuner: Tuner) -> None:
         self.tuner = tuner
-        self._overrides = overrides("CPU")
+        self._overrides = overrides()
         self._native_forward = self._overrides.native_forward
         self._native_backward = self._overrides.native_backward
         self._preparer = CallPreparer(tuner)

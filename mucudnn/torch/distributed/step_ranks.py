@@ -197,25 +197,21 @@ class StepRanks:
             Exception: Rank 0 has raised it.
             RankLostError: Another rank is gone.
         """
+        outcome: tuple[Any, Exception | None] = None, None
         sent: list[Any] = [None]
-        error: Exception | None = None
         if self.rank == 0:
             try:
-                found = decide()
-                sent = [(pickled(found), None)]
+                outcome = decide(), None
+                sent = [pickled(outcome)]
             except Exception as e:
-                error = e
-                sent = [(None, pickled(e))]
+                outcome = None, e
+                sent = [pickled(outcome)]
         with lost_ranks_told():
             dist.broadcast_object_list(sent, group=self._together.group, group_src=0)
-        if self.rank == 0:
-            if error is not None:
-                raise error
-            return found
-        value, failed = sent[0]
-        if failed is not None:
-            raise pickle.loads(failed)
-        return pickle.loads(value)  # type: ignore[no-any-return]
+        found, error = outcome if self.rank == 0 else pickle.loads(sent[0])
+        if error is not None:
+            raise error
+        return found  # type: ignore[no-any-return]
 
 
 def _read_only(value: dict[Any, Any]) -> MappingProxyType[Any, Any]:

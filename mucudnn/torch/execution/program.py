@@ -159,10 +159,23 @@ class Program:
 
     def end_segment(self, results: Sequence[str]) -> Segment:
         """Compile the segment."""
-        on_error = "settle()" if self._handles else None
+        head = ["def run(given):"]
+        if self._inputs:
+            head.append(f"    {', '.join(self._inputs)}, = given")
+        # The caller's list must not keep tensors alive that the program frees.
+        head.append("    given.clear()")
+        if "_" in self._inputs:
+            head.append("    _ = None")
         first = ["copy_out = begin()"] if self._offloads else []
-        lines = [*first, *self._lines]
-        return compiled(self._inputs, lines, results, self._names.space, on_error)
+        lines = [*first, *self._lines, f"return [{', '.join(results)}]"]
+        body = [f"    {line}" for line in lines]
+        if self._handles:  # copies may be in flight while the variables still hold
+            body = ["    try:", *(f"    {line}" for line in body)]
+            body += ["    except BaseException:", "        settle()", "        raise"]
+        source = "\n".join([*head, *body, ""])
+        found = dict(self._names.space)
+        exec(compile(source, PROGRAM, "exec"), found)
+        return Segment(source, found["run"])
 
     def add_constants(self) -> None:
         """Bind the tensors that are part of the graph."""
@@ -363,9 +376,6 @@ class Program:
 # computed again gets the same variables. Values without a literal are globals.
 
 
-_WRITTEN = (int, bool, str, type(None))
-
-
 class Names:
     """The names of one program.
 
@@ -423,7 +433,7 @@ class Names:
 
     def literal(self, value: Any) -> str:
         """Return a value as text, or the name of a global with this value."""
-        if isinstance(value, _WRITTEN):
+        if isinstance(value, int | str | None):
             return repr(value)
         key = id(value)
         if key not in self._constants:
@@ -431,31 +441,6 @@ class Names:
             self._constants[key] = name
             self.space[name] = value
         return self._constants[key]
-
-
-def compiled(
-    inputs: Sequence[str],
-    lines: Sequence[str],
-    results: Sequence[str],
-    space: Mapping[str, Any],
-    on_error: str | None = None,
-) -> Segment:
-    """Compile a function of these variables; `on_error` runs while they still hold."""
-    head = ["def run(given):"]
-    if inputs:
-        head.append(f"    {', '.join(inputs)}, = given")
-    # The caller's list must not keep tensors alive that the program frees.
-    head.append("    given.clear()")
-    if "_" in inputs:
-        head.append("    _ = None")
-    body = [f"    {line}" for line in (*lines, f"return [{', '.join(results)}]")]
-    if on_error is not None:
-        body = ["    try:", *(f"    {line}" for line in body)]
-        body += ["    except BaseException:", f"        {on_error}", "        raise"]
-    source = "\n".join([*head, *body, ""])
-    found = dict(space)
-    exec(compile(source, PROGRAM, "exec"), found)
-    return Segment(source, found["run"])
 
 
 # States of random generators, so that a recomputation draws the same numbers.

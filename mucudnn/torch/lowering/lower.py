@@ -53,14 +53,6 @@ CHECKS = frozenset(
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operations that return their operand."""
 
-_IGNORED = frozenset({"profiler"})
-"""Namespaces of operations without an effect on values."""
-
-_SCALARS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
-    {torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
-)
-"""Operations that return numbers -> a function of the tensor that does the same."""
-
 
 def lower(module: torch.fx.GraphModule, phase_of: Callable[[str], Phase]) -> Lowered:
     """Lower a functional graph of PyTorch's operations.
@@ -111,8 +103,8 @@ class _Lowering:
                 self._wait(node)
             case _ if node.target in _SAME:
                 self._values[node] = self._values[node.args[0]]
-            case _ if getattr(node.target, "namespace", None) in _IGNORED:
-                pass
+            case _ if getattr(node.target, "namespace", None) == "profiler":
+                pass  # it has no effect on values
             case _:
                 self._operation(node)
 
@@ -202,7 +194,10 @@ class _Lowering:
             names = {k: Value(name) for k, name, _ in found}
             self._values[node] = [names.get(k, v) for k, v in enumerate(value)]
         else:
-            self._values[node] = Number(_SCALARS.get(node.target, node.target), args)
+            scalar = node.target is torch.ops.aten._local_scalar_dense.default
+            self._values[node] = Number(
+                torch.Tensor.item if scalar else node.target, args
+            )
 
     def _wait(self, node: torch.fx.Node) -> None:
         """Lower the wait for a collective: it returns its operand.
@@ -231,7 +226,7 @@ class _Lowering:
     ) -> None:
         """Add a node with these outputs: position in the result, name, and value."""
         function = node.target
-        refuse(node, function, outputs)
+        refuse(node, outputs)
         inputs: list[str] = []
         args, kwargs = pytree.tree_map(
             functools.partial(_bind, inputs),
@@ -399,9 +394,7 @@ DENSE = (
 
 
 def refuse(
-    node: torch.fx.Node,
-    function: Any,
-    outputs: Sequence[tuple[int | None, str, torch.Tensor]],
+    node: torch.fx.Node, outputs: Sequence[tuple[int | None, str, torch.Tensor]]
 ) -> None:
     """Refuse nodes that cannot be planned.
 
@@ -409,7 +402,7 @@ def refuse(
         UnsupportedError: The node is no operation of PyTorch, changes its operands, or
             has results that are not dense or whose shapes depend on data.
     """
-    where = line_of_stack(node.meta.get("stack_trace"))
+    function, where = node.target, line_of_stack(node.meta.get("stack_trace"))
     schema = getattr(function, "_schema", None)
     if schema is None:
         raise UnsupportedError(

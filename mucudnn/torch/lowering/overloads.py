@@ -44,7 +44,11 @@ def as_laid_out(
             return _contiguous_bernoulli_like
     if function is torch.ops.aten._ctc_loss.Tensor:
         return padded_ctc
-    if function in _VIEWS_CHANGED and first is not None and _is_part(first, result):
+    if (
+        function in _VIEWS_CHANGED
+        and first is not None  # which may be a part of a larger storage
+        and first.untyped_storage().nbytes() > result.untyped_storage().nbytes()
+    ):
         return _of_part(function)
     if function in _REDUCED and result.numel() == 1:
         return _compact(function)
@@ -73,12 +77,6 @@ _VIEWS_CHANGED = {
 }
 """Operation that returns a copy with a changed view -> the view. PyTorch's kernels copy
 the whole storage of their first operand, of which it may be a small part."""
-
-
-def _is_part(first: torch.Tensor, result: torch.Tensor) -> bool:
-    """Return whether the storage of an operand is larger than that of the result."""
-    whole, part = first.untyped_storage().nbytes(), result.untyped_storage().nbytes()
-    return int(whole) > int(part)
 
 
 @functools.cache
@@ -200,11 +198,10 @@ def corrected(function: Any, args: Sequence[Any], results: Any) -> Any:
 
 def without_unread(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return operands without the running statistics that a function does not read."""
-    if function is _aten.cudnn_batch_norm_backward.default:
-        return (*args[:3], None, None, *args[5:])  # it is a training's only
-    if function is not _aten.native_batch_norm_backward.default or not args[7]:
-        return args
-    return (*args[:3], None, None, *args[5:])
+    unread = function is _aten.cudnn_batch_norm_backward.default  # always in training
+    if function is _aten.native_batch_norm_backward.default:
+        unread = args[7]
+    return (*args[:3], None, None, *args[5:]) if unread else args
 
 
 def without_masked(
