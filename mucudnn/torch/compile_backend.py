@@ -34,7 +34,7 @@ from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.joint import BySize, Joint, has_symbols
 from mucudnn.torch.costs.measure import WrongResultsError
 from mucudnn.torch.execution.bound_step import Halves, Watch, bind_halves, runner_of
-from mucudnn.torch.execution.cuda_memory import ReservedGrowth
+from mucudnn.torch.execution.cuda_memory import watching_reserved
 from mucudnn.torch.internals import (
     aot_compiled,
     break_reasons,
@@ -379,9 +379,9 @@ class CompileBackend:
                 halves = replace(halves, watch=Watch(parts.position(own[0]), call))
             if program.plan.device is not None and self._plan is _plan_graph:
                 report = functools.partial(_warn_if_reserved, source.name, program.plan)
-                growth = ReservedGrowth(program.plan.device, report)
+                watched = watching_reserved(program.plan.device, report)
                 forward, backward = (
-                    replace(half, run=growth.watched(half.run))
+                    replace(half, run=watched(half.run))
                     for half in (halves.forward, halves.backward)
                 )
                 halves = replace(halves, forward=forward, backward=backward)

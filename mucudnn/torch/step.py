@@ -69,7 +69,7 @@ from mucudnn.torch.distributed.step_ranks import (
 )
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
-from mucudnn.torch.execution.cuda_memory import ReservedGrowth
+from mucudnn.torch.execution.cuda_memory import watching_reserved
 from mucudnn.torch.execution.devices import check_devices, forked_generators
 from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
@@ -715,7 +715,7 @@ class TrainStep:
                 plan = replace(program.plan, source=bound.segment.source)
                 if plan.device is not None:
                     report = partial(self._warn_if_reserved, plan)
-                    run = ReservedGrowth(plan.device, report).watched(bound.segment.run)
+                    run = watching_reserved(plan.device, report)(bound.segment.run)
                     bound = replace(bound, segment=replace(bound.segment, run=run))
                 found = PlannedStep(key, plan, bound, step.reads.constants)
                 self._compilations += self._options.compiled.count > before

@@ -7,7 +7,7 @@ step. So a step can be planned on a machine that could not run it without a plan
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -120,10 +120,7 @@ def measured(lowered: Lowered, known: KnownCosts | None = None) -> Profile:
         },
         workspaces=workspaces_of(lowered, {n: scratch[k] for n, k in keys.items()}),
         fronts={},
-        out_bytes_per_ms=links.out_bytes_per_ms,
-        in_bytes_per_ms=links.in_bytes_per_ms,
-        copy_share=links.copy_share,
-        copy_overhead_ms=links.copy_overhead_ms,
+        **asdict(links),
         network_ms={n: known.network[k] for n, k in keys.items() if k in known.network},
     )
 
@@ -170,21 +167,36 @@ def costs_of(
 
 def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Run the call of a node; return its outputs."""
-    kwargs = {key: _value(leaf, operands) for key, leaf in call.kwargs.items()}
-    found = call.function(*(_value(a, operands) for a in call.args), **kwargs)
+    args, kwargs = _arguments(call, operands)
+    found = call.function(*args, **kwargs)
     return tuple(found if path is None else found[path] for path in call.results)
 
 
-def _value(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
+def _arguments(
+    call: Call, operands: Sequence[torch.Tensor], unknown: int | None = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call; `unknown` for numbers that follow from data."""
+    kwargs = {key: _value(a, operands, unknown) for key, a in call.kwargs.items()}
+    return [_value(a, operands, unknown) for a in call.args], kwargs
+
+
+def _value(
+    leaf: Any, operands: Sequence[torch.Tensor], unknown: int | None = None
+) -> Any:
     """Return an argument with the values of operands in their place."""
     # No closure, which would keep operands until they are collected.
     match leaf:
         case Operand(index):
             return operands[index]
         case Number(function, args):
-            return function(*(_value(a, operands) for a in args))
+            try:  # operands without data have no numbers
+                return function(*(_value(a, operands, unknown) for a in args))
+            except RuntimeError:
+                if unknown is None:
+                    raise
+                return unknown
         case list() | tuple():
-            return type(leaf)([_value(a, operands) for a in leaf])
+            return type(leaf)([_value(a, operands, unknown) for a in leaf])
         case _:
             return leaf
 
@@ -547,22 +559,6 @@ def _flops(lowered: Lowered, node: Node) -> float:
         return 0.0
     here = torch.device("meta")
     meta = [replace(lowered.layouts[n], device=here).empty() for n in node.inputs]
-    args, kwargs = pytree.tree_map(
-        partial(_known, meta), (call.args, dict(call.kwargs))
-    )
+    args, kwargs = _arguments(call, meta, unknown=1)
     out = call.function(*args, **kwargs)
     return float(count(*args, **kwargs, out_val=out))
-
-
-def _known(operands: Sequence[torch.Tensor], leaf: Any) -> Any:
-    """Return an argument of a call, with 1 for a number that follows from data."""
-    match leaf:
-        case Operand(index):
-            return operands[index]
-        case Number(function, args):
-            try:  # rows of an operand, in a step that is split
-                return function(*(_known(operands, value) for value in args))
-            except RuntimeError:  # operands without data have no numbers
-                return 1
-        case _:
-            return leaf

@@ -43,7 +43,7 @@ from mucudnn.torch.distributed.collectives import (
     TorchCollectives,
     lost_rank,
     samples_of,
-    weigh_gradients,
+    sum_weighted,
 )
 from mucudnn.torch.distributed.step_times import (
     StepClock,
@@ -156,7 +156,8 @@ def distribute(
     plan = split_batch(fleet, batch, at_least=at_least)
     weights = SampleWeights(group, device, StepClock(device), reduction, count)
     wrapped = wrap(synchronise(model, weights) if joined else model)
-    weigh_gradients(wrapped, weights)
+    wrapped.register_forward_pre_hook(weights.before_forward, with_kwargs=True)
+    wrapped.register_comm_hook(weights, sum_weighted)
     _compare_optimizers(wrapped, together)
     return Distribution(wrapped, fleet, plan, together, weights, at_least)
 

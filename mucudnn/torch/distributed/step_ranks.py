@@ -105,14 +105,6 @@ class StepRanks:
         self._together = TorchCollectives(group, device)
         self.rank, self.size = self._together.rank, self._together.size
 
-    def check_alike(self, settings: Mapping[str, object]) -> None:
-        """Check that all ranks have the same settings.
-
-        Raises:
-            RanksDifferError: Names those that differ.
-        """
-        check_alike(self._together, settings)
-
     def agree(self, number: int | None) -> bool:
         """Return whether all ranks have a plan for their next step, of one number.
 
@@ -143,12 +135,13 @@ class StepRanks:
             lowered.graph.tensors[name].nbytes for n in nodes for name in n.outputs
         ]
         # Ranks with different steps would wait for each other forever.
-        self.check_alike(
+        check_alike(
+            self._together,
             {
                 "the number of operations of a step": len(lowered.graph.nodes),
                 "the captured step": hashlib.sha256(operations.encode()).hexdigest(),
                 "the sizes of its collectives": sizes,
-            }
+            },
         )
         for node in nodes:
             key = call_key(lowered, node)
@@ -186,7 +179,7 @@ class StepRanks:
         Args:
             settings: What has to be equal on all ranks.
         """
-        self.check_alike(settings)
+        check_alike(self._together, settings)
         with ending_together(self._together):
             yield
 

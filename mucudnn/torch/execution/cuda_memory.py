@@ -114,38 +114,37 @@ def reserve(
     return max(0, gaps + held)
 
 
-class ReservedGrowth:
-    """Bytes that CUDA's allocator reserves in the first runs of a rehearsed program.
+def watching_reserved(
+    device: torch.device, report: Callable[[int], None]
+) -> Callable[[Callable[[list[Any]], ResultT]], Callable[[list[Any]], ResultT]]:
+    """Return a decorator that reports what first runs reserve beyond a rehearsal.
 
-    None are expected: the rehearsal has reserved what the program needs.
+    Nothing is expected: the rehearsal has reserved what the program needs.
 
     Args:
         device: The device.
         report: Called with all bytes so far when a run has reserved more.
     """
+    nbytes = 0
 
-    def __init__(self, device: torch.device, report: Callable[[int], None]) -> None:
-        self._device = device
-        self._report = report
-        self._nbytes = 0
-
-    def watched(self, run: Callable[[list[Any]], ResultT]) -> Callable[..., ResultT]:
-        """Return a function that runs the program, or a part of it."""
+    def watched(run: Callable[[list[Any]], ResultT]) -> Callable[[list[Any]], ResultT]:
         left = _REHEARSALS
 
-        def watched(given: list[Any]) -> ResultT:
-            nonlocal left
+        def watched_run(given: list[Any]) -> ResultT:
+            nonlocal left, nbytes
             if not left:
                 return run(given)
             left -= 1
-            before = torch.cuda.memory_reserved(self._device)
+            before = torch.cuda.memory_reserved(device)
             result = run(given)
-            if (more := torch.cuda.memory_reserved(self._device) - before) > 0:
-                self._nbytes += more
-                self._report(self._nbytes)
+            if (more := torch.cuda.memory_reserved(device) - before) > 0:
+                nbytes += more
+                report(nbytes)
             return result
 
-        return watched
+        return watched_run
+
+    return watched
 
 
 def reserve_block(device: torch.device, nbytes: int) -> None:

@@ -141,7 +141,9 @@ class Program:
     def declare_inputs(self, inputs: Iterable[str | None]) -> list[str]:
         """Return the variables of graph inputs; `_` if not a tensor or a repetition."""
         return [
-            "_" if name is None or name in self._names.bound else self._variable(name)
+            "_"
+            if name is None or name in self._names.bound
+            else self._names.variable(name)
             for name in inputs
         ]
 
@@ -180,12 +182,14 @@ class Program:
     def add_constants(self) -> None:
         """Bind the tensors that are part of the graph."""
         for name, value in self._lowered.constants.items():
-            self._lines.append(f"{self._variable(name)} = {self._names.literal(value)}")
+            self._lines.append(
+                f"{self._names.variable(name)} = {self._names.literal(value)}"
+            )
 
     def result(self, value: Any) -> str:
         """Return the expression of a result: a tensor by its name, or a constant."""
         if isinstance(value, str):
-            return self._variable(value)
+            return self._names.variable(value)
         return self._names.literal(value)
 
     def offload_state(self) -> None:
@@ -227,7 +231,7 @@ class Program:
         for name in sorted(self._names.bound, key=order.__getitem__):
             storage = self._graph.storages[name]
             if self._last_read.get(name, -1) >= self._at or storage in out:
-                variable = self._variable(name)
+                variable = self._names.variable(name)
                 found.append(CarriedValue(variable, variable, name))
         for storage, handle in self._handles.items():
             if storage in back:
@@ -273,7 +277,7 @@ class Program:
         if call is NOTHING:
             return
         # The call: its function, and its arguments as text.
-        operands = [self._variable(name) for name in node.inputs]
+        operands = [self._names.variable(name) for name in node.inputs]
         positional = [self._names.argument(a, operands) for a in call.args]
         named = [
             f"{k}={self._names.argument(a, operands)}" for k, a in call.kwargs.items()
@@ -283,7 +287,7 @@ class Program:
         if call.into is not None and alias is not None and alias in node.inputs:
             function = call.into
             if not call.first:
-                named.append(f"out={self._variable(alias)}")
+                named.append(f"out={self._names.variable(alias)}")
         if type(function) is torch._ops.OpOverload:
             function = function._op  # saves one Python frame per node
         text = f"{self._names.literal(function)}({', '.join([*positional, *named])})"
@@ -322,7 +326,7 @@ class Program:
 
     def _assign(self, node: Node, paths: Sequence[int | None], text: str) -> None:
         """Assign the results of a call to the variables of a node's outputs."""
-        names = [self._variable(name) for name in node.outputs]
+        names = [self._names.variable(name) for name in node.outputs]
         if not names:
             self._lines.append(text)
         elif paths[0] is None:
@@ -363,11 +367,8 @@ class Program:
         self._lines.append(f"back = copy_back({self._handles[storage]})")
         for name in wanted:
             layout = self._names.literal(self._lowered.layouts[origin(name)])
-            self._lines.append(f"{self._variable(name)} = lie(back, {layout})")
+            self._lines.append(f"{self._names.variable(name)} = lie(back, {layout})")
         self._lines.append("back = None")
-
-    def _variable(self, tensor: str) -> str:
-        return self._names.variable(tensor)
 
 
 # Names of a program's tensors and constants.

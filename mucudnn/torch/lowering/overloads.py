@@ -5,8 +5,7 @@ corrections of PyTorch's models of its own kernels.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -165,16 +164,18 @@ def _signature(function: Any) -> list[tuple[str, str]]:
 
 _aten = torch.ops.aten
 
-_NORMS: Mapping[Any, bool] = MappingProxyType(
+_WITH_RUNNING = _aten._native_batch_norm_legit_functional.default
+"""The norm that has new running statistics among its results."""
+
+_NORMS = frozenset(
     {
-        _aten._native_batch_norm_legit.default: False,
-        _aten._native_batch_norm_legit.no_stats: False,
-        _aten._native_batch_norm_legit_functional.default: True,
-        _aten.native_batch_norm.default: False,
-        _aten.native_group_norm.default: False,
+        _WITH_RUNNING,
+        _aten._native_batch_norm_legit.default,
+        _aten._native_batch_norm_legit.no_stats,
+        _aten.native_batch_norm.default,
+        _aten.native_group_norm.default,
     }
 )
-"""Operation -> whether new running statistics are among its results."""
 
 
 def corrected(function: Any, args: Sequence[Any], results: Any) -> Any:
@@ -187,7 +188,7 @@ def corrected(function: Any, args: Sequence[Any], results: Any) -> Any:
         if args[0].is_cuda and function is not _aten.native_group_norm.default:
             saved = torch.promote_types(saved, torch.float32)
         types |= {1: saved, 2: saved}
-    if _NORMS[function]:
+    if function is _WITH_RUNNING:
         running = ((3, args[3]), (4, args[4]))
         types |= {k: t.dtype for k, t in running if isinstance(t, torch.Tensor)}
     return tuple(

@@ -31,7 +31,7 @@ from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.planning import Planner, too_small
 from mucudnn.torch.splitting.axes import Axis, Cut, layout_of_rows
 from mucudnn.torch.splitting.prepare import FillsAndLosses, Norms, ShapeOperands
-from mucudnn.torch.splitting.recurrent import LayersWithoutWorkspace, has_recurrence
+from mucudnn.torch.splitting.recurrent import LAYER, LayersWithoutWorkspace
 from mucudnn.torch.splitting.traits import SplittableStep, follow_rows
 
 _IMAGES = 3
@@ -85,7 +85,8 @@ def _along_batch(lowered: Lowered, names: Sequence[str]) -> SplittableStep | Non
         return None
     axes = dict.fromkeys(given, Axis(0))
     ready = FillsAndLosses(lowered).rewritten()
-    if has_recurrence(lowered.graph):  # samples are strided in its tensors
+    # Samples are strided in the tensors of an LSTM.
+    if any(node.op == LAYER for node in lowered.graph.nodes):
         ready = LayersWithoutWorkspace(Norms(ready).rewritten()).rewritten()
         found = follow_rows(ready, axes, None)
     else:
@@ -173,7 +174,7 @@ class SplitCandidates:
             request: What to plan, given the planner of a candidate.
         """
         return SplitStep(
-            self._splittable.graph,
+            self._splittable.lowered.graph,
             self._complete,
             lambda graph: self._planner(graph).profile,
             lambda graph, profile: request(self._planner(graph)),
@@ -182,7 +183,7 @@ class SplitCandidates:
     def _complete(self, graph: Graph) -> Graph:
         """Return the graph of a candidate with its updates; remember its planner."""
         lowered = self._whole
-        if graph is not self._splittable.graph:
+        if graph is not self._splittable.lowered.graph:
             lowered = _SliceCalls(self._splittable, graph).lowered()
         planner = self._make(lowered)
         self._planners.append(planner)

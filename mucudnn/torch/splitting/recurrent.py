@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.graph import Node
 from mucudnn.torch.lowering.lowered import Lowered, Operand
 from mucudnn.torch.lowering.overloads import lstm_layer
 from mucudnn.torch.splitting.axes import Axis, Cut, Rule, Site
 from mucudnn.torch.splitting.prepare import GraphRewriter
 
-_LAYER = "aten.mkldnn_rnn_layer.default"
+LAYER = "aten.mkldnn_rnn_layer.default"
 
 _BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
 
@@ -31,11 +31,6 @@ _WORKSPACE = 3
 
 _SAVED = slice(7, 10)
 """Positions of the layer's results among the arguments of its gradients."""
-
-
-def has_recurrence(graph: Graph) -> bool:
-    """Return whether a graph has a layer of an LSTM."""
-    return any(node.op == _LAYER for node in graph.nodes)
 
 
 class LayersWithoutWorkspace(GraphRewriter):
@@ -53,7 +48,7 @@ class LayersWithoutWorkspace(GraphRewriter):
     def write(self, node: Node) -> None:
         """Append a node, or its replacement."""
         call = self.calls[node.name]
-        if node.op == _LAYER and _WORKSPACE in call.results:
+        if node.op == LAYER and _WORKSPACE in call.results:
             results = dict(zip(call.results, node.outputs, strict=True))
             workspace = results.pop(_WORKSPACE)
             if workspace in self._spare:

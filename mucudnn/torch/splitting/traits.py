@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.graph import Node
 from mucudnn.ir.strips import HEIGHT
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import Batch, Operands, Rows, Strip
@@ -39,11 +39,6 @@ class SplittableStep:
     lowered: Lowered
     cuts: Mapping[str, Cut]
     axes: Mapping[str, Axis]
-
-    @property
-    def graph(self) -> Graph:
-        """The graph that passes work on."""
-        return self.lowered.graph
 
 
 def follow_rows(
