@@ -494,11 +494,7 @@ class _Part:
 
 
 class SharedBudget:
-    """A budget that is divided among the graphs of each model.
-
-    Args:
-        budget: Bytes for all graphs of one model together.
-    """
+    """A budget that is divided among the graphs of each model."""
 
     def __init__(self, budget: float) -> None:
         self.budget = budget
@@ -512,11 +508,7 @@ class SharedBudget:
         return sum(part.peak for part in self._parts.values())
 
     def exceeded_by_models(self, source: GraphSource) -> str:
-        """Return a warning if all models together may exceed the budget; else empty.
-
-        Args:
-            source: The last graph of theirs.
-        """
+        """Return a warning if all models together may exceed the budget; else empty."""
         models = {part.model for part in self._parts.values()}
         if len(models) == 1 or self.peak_bytes <= self.budget:
             return ""
@@ -529,10 +521,6 @@ class SharedBudget:
 
     def plan(self, source: GraphSource, planned: Callable[[float], Planned]) -> Planned:
         """Plan a graph in its share of the budget.
-
-        Args:
-            source: Where it comes from.
-            planned: Plans it within so many bytes.
 
         Raises:
             PlanningError: It does not fit, by itself or beside the others; says a

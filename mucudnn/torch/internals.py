@@ -39,14 +39,8 @@ def aot_compiled(
     """Compile the forward and backward of a captured graph by AOTAutograd.
 
     PyTorch's guide to backends names `aot_autograd`; its `partition_fn`, which takes
-    the joint graph of both halves, is documented only in the source.
-
-    Args:
-        module: The graph that Dynamo captured.
-        inputs: Examples of its inputs.
-        partition: Cuts the joint graph into forward and backward.
-        compiled: Compiles a half, or a graph without gradients.
-        static: Whether numbers among the inputs are constants of the graph.
+    the joint graph of both halves, is documented only in the source. With
+    `static`, numbers among the inputs are constants of the graph.
     """
     compiler = aot_autograd(
         fw_compiler=compiled,
@@ -138,10 +132,7 @@ def kernels_corrected(
 
     Dynamo creates the fake mode, and AOTAutograd traces with it; neither lets a backend
     choose another.
-
-    Args:
-        inputs: Fake tensors of the mode.
-        correct: Takes the mode, an operation, its arguments and the model's result.
+    `correct` takes the mode, an operation, its arguments and the model's result.
     """
     mode = detect_fake_mode(inputs)
     if mode is None:

@@ -27,11 +27,7 @@ class DeferredInterrupt:
                 _signal.signal(_signal.SIGINT, self._defer)
 
     def end(self, note: str = "") -> None:
-        """Handle Ctrl-C as before, and now the one that came.
-
-        Args:
-            note: Added to what its handler raises.
-        """
+        """Handle Ctrl-C as before, and now the one that came, with a note."""
         handler, self._handler = self._handler, None
         if handler is None:
             return

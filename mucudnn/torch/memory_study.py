@@ -450,11 +450,9 @@ class MemoryStudy:
     def _request(
         self, step: LoweredStep, planner: Planner | None = None
     ) -> StepRequest:
-        """Return what a planner is asked, the caller's tensors without bytes.
+        """Return what the planner of the whole step, or of one in parts, is asked.
 
-        Args:
-            step: The step.
-            planner: Plans the step in parts; by default the whole step.
+        The caller's tensors have no bytes.
         """
         planner = step.planner(self._options) if planner is None else planner
         graph, profile = planner.lowered.graph, planner.profile

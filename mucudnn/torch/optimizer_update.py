@@ -122,10 +122,6 @@ class EagerUpdate:
     ) -> tuple[_PlannerT, TorchPlan]:
         """Plan the passes in what the optimizer leaves of a budget.
 
-        Args:
-            budget: Bytes for passes and update.
-            plan_passes: Plans the passes within so many bytes.
-
         Raises:
             PlanningError: The passes or the update do not fit; says what would do.
         """
@@ -305,8 +301,7 @@ class _Measured:
     def _most(self, block: int) -> int:
         """Return the most bytes that one update has in use of what it allocates.
 
-        Args:
-            block: Bytes that its closure takes while there are no gradients.
+        Its closure takes a block of bytes while there are no gradients.
         """
         return self._meter.most_bytes([lambda: self._prepared(block)])[0]
 

@@ -118,11 +118,7 @@ What only a graph or its device can tell is refused when it is captured or plann
 
 
 def check_combination(face: Face, given: Mapping[str, object]) -> None:
-    """Refuse options that a face cannot combine.
-
-    Args:
-        face: The function that was called.
-        given: Values of the options that differ from their defaults, by name.
+    """Refuse options, given where they differ from defaults, that cannot be combined.
 
     Raises:
         ValueError: They stand in `REFUSALS`.
@@ -266,13 +262,7 @@ class LoweredStep:
         parts: StepParts,
         update: EagerUpdate | None = None,
     ) -> "LoweredStep":
-        """Lower a captured training step.
-
-        Args:
-            captured: The step.
-            parts: Its parameters, buffers and state.
-            update: The optimizer's own update, if that is not captured.
-        """
+        """Lower a captured step; `update` is the optimizer's own, if not captured."""
 
         def phase_of(node: str) -> Phase:
             if node in captured.forward:

@@ -80,11 +80,7 @@ def open_plans(choice: PlanCacheChoice) -> "PlanStore":
 
 
 class PlanStore:
-    """Measures and plans what is not in a store.
-
-    Args:
-        entries: The store; None remembers nothing.
-    """
+    """Measures and plans what is not in a store, if there is one."""
 
     def __init__(self, entries: Entries | None = None) -> None:
         self._entries = entries

@@ -93,11 +93,7 @@ class Planner:
     def plan(
         self, budget: float = math.inf, plans: PlanStore | None = None
     ) -> TorchPlan:
-        """Plan the graph within a budget of bytes.
-
-        Args:
-            budget: Without what the caller holds.
-            plans: Remembered plans; None plans anew.
+        """Plan the graph within a budget of bytes, which leaves out the caller's.
 
         Raises:
             PlanningError: It cannot fit; says the least budget that works.

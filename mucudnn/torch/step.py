@@ -553,10 +553,6 @@ class TrainStep:
 
         If the update cannot be recorded, the optimizer makes it itself from then on.
 
-        Args:
-            batch: The batch.
-            reason: Why no earlier capture can be used.
-
         Raises:
             UnsoundCaptureError: The capture is valid for one run only, and so were the
                 ones before it, so that eager mode is the better way.
@@ -976,12 +972,7 @@ class PlannedSteps:
         return next(found, None)
 
     def add(self, variant: Variant, reason: str) -> None:
-        """Keep a capture; drop the plan that was not used for the longest time.
-
-        Args:
-            variant: The capture.
-            reason: Why none of the others could be used.
-        """
+        """Keep a capture, needed for a reason; drop the least recently used plan."""
         self._variants.insert(0, variant)
         plans = list(dict.fromkeys(v.planned.key for v in self._variants))
         if len(plans) > self._most:

@@ -53,11 +53,7 @@ _MOST = 8
 
 @dataclass(frozen=True)
 class ConvolutionChoice:
-    """Source of algorithms for a step's convolutions: PyTorch's, or a tuner's.
-
-    Attributes:
-        tuner: Measures candidates; None to run all by PyTorch's kernels.
-    """
+    """Source of algorithms for a step's convolutions: PyTorch's, or a tuner's."""
 
     tuner: Tuner | None = None
 

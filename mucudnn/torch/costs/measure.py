@@ -79,9 +79,7 @@ class KnownCosts:
 def measured(lowered: Lowered, known: KnownCosts | None = None) -> Profile:
     """Measure every distinct node alone, and copies to and from the host.
 
-    Args:
-        lowered: The graph.
-        known: What was measured before, which is not measured again; it is added to.
+    What is known is not measured again, and is added to.
 
     Raises:
         UnsupportedError: A result has another layout or storage than in the graph,

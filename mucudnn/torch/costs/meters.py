@@ -33,14 +33,7 @@ from mucudnn.torch.execution.copies import (
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Rates of both links to host memory, as a profile has them.
-
-    Attributes:
-        out_bytes_per_ms: Rate of copies to the host.
-        in_bytes_per_ms: Rate of copies from the host.
-        copy_share: Slowdown of the computation beside a copy, as a share of its time.
-        copy_overhead_ms: Slowdown for every copy, however few its bytes.
-    """
+    """Rates of both links to host memory, as `Profile` has them."""
 
     out_bytes_per_ms: float
     in_bytes_per_ms: float
@@ -229,12 +222,7 @@ _PEAK = "requested_bytes.all.peak"
 
 
 class CudaMeter:
-    """Measures calls on one GPU, in its current stream.
-
-    Args:
-        device: The GPU.
-        cuda: PyTorch's module of that name, or a stand-in.
-    """
+    """Measures calls on one GPU, in its current stream; `cuda` may be a stand-in."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device

@@ -31,12 +31,7 @@ def synchronise(model: torch.nn.Module, weights: SampleWeights) -> torch.nn.Modu
 
 
 class SynchronisedBatchNorm(_BatchNorm):  # type: ignore[misc]
-    """Batch norm by the moments of all ranks in training.
-
-    Args:
-        layer: The batch norm to replace, whose parameters and buffers it shares.
-        weights: The weights of the ranks' gradients.
-    """
+    """Batch norm by the moments of all ranks in training; shares a layer's tensors."""
 
     def __init__(self, layer: _BatchNorm, weights: SampleWeights) -> None:
         super().__init__(

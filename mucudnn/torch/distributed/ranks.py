@@ -83,13 +83,6 @@ def on_ranks(
 ) -> LoweredStep:
     """Return a studied step as one of several devices has it.
 
-    Args:
-        step: The step of one device.
-        options: How it is planned.
-        ranks: The devices.
-        parameters: Names of the model's parameters.
-        figures: Rates of one device and of its links.
-
     Raises:
         UnsupportedError: The optimizer's update cannot be sharded.
     """

@@ -667,11 +667,6 @@ def reordered(
 
     A capture has all gathers before the forward pass, and all sums behind the backward
     pass: all parameters and gradients would be in memory at once.
-
-    Args:
-        graph: The graph of a step.
-        gathers: Names of the nodes that gather parameters.
-        sums: Names of the nodes that sum gradients.
     """
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}

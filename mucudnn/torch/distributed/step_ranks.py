@@ -92,12 +92,7 @@ def check_ranks_options(given: Mapping[str, object]) -> None:
 
 
 class StepRanks:
-    """The ranks of one `train_step`.
-
-    Args:
-        sharding: How they share the model.
-        device: Device of this rank's tensors.
-    """
+    """The ranks of one `train_step`."""
 
     def __init__(self, sharding: Sharding, device: torch.device) -> None:
         group = dist.distributed_c10d._resolve_process_group(sharding.group)
@@ -119,11 +114,7 @@ class StepRanks:
         return bool(least == -most != _NONE)
 
     def measure(self, lowered: Lowered, known: KnownCosts) -> None:
-        """Measure a step's collectives on all ranks at once.
-
-        Args:
-            lowered: The step; its collectives are the same on all ranks.
-            known: Where times and scratch memory are noted.
+        """Measure a step's collectives, the same on all ranks, on all of them at once.
 
         Raises:
             RanksDifferError: The ranks have captured different steps.
@@ -176,8 +167,7 @@ class StepRanks:
     def capturing(self, settings: Mapping[str, object]) -> Iterator[None]:
         """Wrap the capture of a step: an error of one rank ends it on all of them.
 
-        Args:
-            settings: What has to be equal on all ranks.
+        The settings have to be equal on all ranks.
         """
         check_alike(self._together, settings)
         with ending_together(self._together):

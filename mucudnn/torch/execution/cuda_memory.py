@@ -119,11 +119,8 @@ def watching_reserved(
 ) -> Callable[[Callable[[list[Any]], ResultT]], Callable[[list[Any]], ResultT]]:
     """Return a decorator that reports what first runs reserve beyond a rehearsal.
 
-    Nothing is expected: the rehearsal has reserved what the program needs.
-
-    Args:
-        device: The device.
-        report: Called with all bytes so far when a run has reserved more.
+    Nothing is expected: the rehearsal has reserved what the program needs. `report` is
+    called with all bytes so far when a run has reserved more.
     """
     nbytes = 0
 

@@ -73,12 +73,8 @@ def bind(
 ) -> Segment:
     """Compile a whole schedule, from the inputs of the graph to its results.
 
-    Args:
-        lowered: The graph with the calls of its nodes.
-        schedule: The instructions.
-        copies: Runs the offloading copies.
-        announced: Whether to call a function, which is the last given value, before the
-            first input is written.
+    With `announced`, the program calls a function, which is the last given value,
+    before it writes the first input.
     """
     program = Program(lowered, schedule, copies)
     inputs = program.declare_inputs(lowered.inputs)

@@ -55,11 +55,7 @@ _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 def lower(module: torch.fx.GraphModule, phase_of: Callable[[str], Phase]) -> Lowered:
-    """Lower a functional graph of PyTorch's operations.
-
-    Args:
-        module: The graph; its nodes have fake results in `meta["val"]`.
-        phase_of: Returns the phase of the step that a node belongs to.
+    """Lower a functional graph of PyTorch's; `meta["val"]` has fake results.
 
     Raises:
         UnsupportedError: A size depends on data, or an operation changes its operands.

@@ -168,11 +168,7 @@ class SplitCandidates:
         return planner, described
 
     def step(self, request: Callable[[Planner], StepRequest]) -> SplitStep:
-        """Return the candidates as the passes plan them.
-
-        Args:
-            request: What to plan, given the planner of a candidate.
-        """
+        """Return the candidates, of whose planners `request` returns what to plan."""
         return SplitStep(
             self._splittable.lowered.graph,
             self._complete,
@@ -346,14 +342,9 @@ def slice_call(
     shape: Sequence[int],
     narrowed: Mapping[int, Axis],
 ) -> Call:
-    """Return a call for some samples.
+    """Return a call for some samples, whose first result has a shape.
 
-    Args:
-        call: The call for all samples.
-        cut: How it is cut.
-        rows: The samples.
-        shape: Shape of the first result.
-        narrowed: Operands that are given whole, and their axes: the call reads a part.
+    Operands in `narrowed` are given whole, and the call reads a part along their axes.
     """
     leaves = {
         i: Number(
