@@ -28,10 +28,10 @@ from mucudnn.runtime.tuning.timing import StoppingRule, measure, measure_togethe
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.backend import TORCH, check_tuner
 from mucudnn.torch.conv.kernels import (
-    Backward,
     Geometry,
     Kernel,
     is_native,
+    planned_backward,
     planned_forward,
     result_form,
 )
@@ -143,7 +143,7 @@ class _Candidate:
     plan: ConvPlan
     call: Call
 
-    def prepared(self) -> Callable[[], Any]:
+    def prepared(self) -> Callable[[], object]:
         """Return the call with operands."""
         operands = [_random_tensor(layout) for layout in self.node.operands]
         return partial(evaluate, self.call, operands)
@@ -235,7 +235,7 @@ def _timed(candidates: Sequence[_Candidate], backend: Backend) -> Iterable[ConvP
     Candidates that the tuner found hopelessly slow, which are there for their small
     workspace, are timed once.
     """
-    runs = [candidate.prepared() for candidate in candidates]
+    runs = [partial(_run, candidate.prepared()) for candidate in candidates]
     best_ms = min((one.plan.time_ms for one in candidates[1:]), default=0.0)
     slow = [one.plan.time_ms > _RULE.hopeless * best_ms for one in candidates]
     # Candidates near the best are timed in turns, the others once, by themselves.
@@ -254,6 +254,10 @@ def _timed(candidates: Sequence[_Candidate], backend: Backend) -> Iterable[ConvP
             for step in plan.steps
         )
         yield ConvPlan(plan.problem, tuple(steps))
+
+
+def _run(call: Callable[[], object]) -> None:
+    call()
 
 
 def _undominated(plans: Sequence[ConvPlan]) -> tuple[ConvPlan, ...]:
@@ -397,7 +401,7 @@ class ConvolutionNode:
         kernels: Sequence[Kernel | None] = [kernel, None]
         if self.role is Direction.BACKWARD_FILTER:
             kernels = [None, kernel]
-        backward = Backward(kernels, self.transposed, self.call.args[-1])
+        backward = planned_backward(kernels, self.transposed, self.call.args[-1])
         # No gradient is PyTorch's here.
         return lambda gy, x, w, *options: backward(None, gy, x, w)
 

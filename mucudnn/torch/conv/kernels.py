@@ -103,7 +103,7 @@ class CallPreparer:
         mine = [kernel for kernel in kernels if kernel is not None]
         if not mine:
             return PreparedCall(None)
-        ours = Backward(kernels, geometry.transposed, mask)
+        ours = planned_backward(kernels, geometry.transposed, mask)
         return self._faster(ours, mine, lambda: native(mask), (native, gy, x, w))
 
     def _kernel(
@@ -200,36 +200,32 @@ def planned_forward(kernel: Kernel, biased: bool, axes: int) -> Run:
     return forward
 
 
-class Backward:
-    """A planned `aten::convolution_backward`: our kernels, and PyTorch's for the rest.
+def planned_backward(
+    kernels: Sequence[Kernel | None], transposed: bool, mask: Sequence[bool]
+) -> Run:
+    """Return a planned `aten::convolution_backward`, which takes PyTorch's first.
 
     Args:
         kernels: Those of the input's and the filters' gradient; None for PyTorch's.
         transposed: Whether the convolution is transposed.
         mask: Which gradients to compute: of input, filters and bias.
     """
+    dx, dw, db = mask
+    theirs = [dx and kernels[0] is None, dw and kernels[1] is None, False]
+    if any(theirs):  # PyTorch's call computes the bias's gradient as well
+        theirs[2], db = db, False
 
-    def __init__(
-        self, kernels: Sequence[Kernel | None], transposed: bool, mask: Sequence[bool]
-    ) -> None:
-        self._kernels = kernels
-        self._transposed = transposed
-        dx, dw, self._db = mask
-        self._native = [dx and kernels[0] is None, dw and kernels[1] is None, False]
-        if any(self._native):  # PyTorch's call computes the bias's gradient as well
-            self._native[2], self._db = self._db, False
-
-    def __call__(self, native: Any, gy: Any, x: Any, w: Any) -> Any:
-        """See `aten::convolution_backward`; `native` takes a mask."""
-        theirs = native(self._native) if any(self._native) else (None, None, None)
-        found = list(theirs)
-        operands = (gy, w), ((gy, x) if self._transposed else (x, gy))
-        for i, kernel in enumerate(self._kernels):
+    def backward(native: Any, gy: Any, x: Any, w: Any) -> Any:
+        found = [*native(theirs)] if any(theirs) else [None, None, None]
+        operands = (gy, w), ((gy, x) if transposed else (x, gy))
+        for i, kernel in enumerate(kernels):
             if kernel is not None:
                 found[i] = kernel(*operands[i])
-        if self._db:
+        if db:
             found[2] = gy.detach().sum([0, *range(2, gy.dim())])
         return tuple(found)
+
+    return backward
 
 
 # PyTorch's convolutions as our problems.
