@@ -430,28 +430,25 @@ def _check_group(group: Any) -> None:
     Raises:
         UnsupportedError: Names the setting.
     """
-    found = ""
-    if group._is_hsdp:
-        found = "a mesh of two dimensions (hybrid sharding)"
-    elif any(p.offload_to_cpu for p in group.fsdp_params):
-        found = "CPUOffloadPolicy"
-    elif group.gradient_divide_factor is not None:
-        found = "set_gradient_divide_factor"
-    elif group._all_reduce_hook is not None:
-        found = "an all-reduce hook"
-    elif not group.reduce_grads:
-        found = "set_requires_gradient_sync(False)"
-    elif any(p.fsdp_placement != Shard(0) for p in group.fsdp_params):
-        found = "a shard_placement_fn"
-    elif any(
-        hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
-        for p in group.fsdp_params
-    ):
-        found = "parameters with all-gather extensions"
-    elif any(p.is_dtensor for p in group.fsdp_params):
-        found = "parameters that were sharded before (tensor parallelism)"
-    elif len({_types_of(p.mp_policy) for p in group.fsdp_params}) > 1:
-        found = "parameters of one unit that are cast to several types"
+    parameters = group.fsdp_params
+    settings = {
+        "a mesh of two dimensions (hybrid sharding)": group._is_hsdp,
+        "CPUOffloadPolicy": any(p.offload_to_cpu for p in parameters),
+        "set_gradient_divide_factor": group.gradient_divide_factor is not None,
+        "an all-reduce hook": group._all_reduce_hook is not None,
+        "set_requires_gradient_sync(False)": not group.reduce_grads,
+        "a shard_placement_fn": any(p.fsdp_placement != Shard(0) for p in parameters),
+        "parameters with all-gather extensions": any(
+            hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in parameters
+        ),
+        "parameters that were sharded before (tensor parallelism)": any(
+            p.is_dtensor for p in parameters
+        ),
+        "parameters of one unit that are cast to several types": (
+            len({_types_of(p.mp_policy) for p in parameters}) > 1
+        ),
+    }
+    found = next((name for name, given in settings.items() if given), "")
     if found:
         raise UnsupportedError(
             f"the model uses fully_shard with {found}, which a planned step does not "

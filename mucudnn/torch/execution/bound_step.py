@@ -69,20 +69,16 @@ class HostResidents:
             if not is_outside_allocator(tensor := tensors[position]):
                 shared.setdefault(storage_of(tensor), (storage, []))[1].append(tensor)
         for storage, found in shared.values():
-            self._move_storage(storage, found)
-
-    def _move_storage(self, storage: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Move tensors that share a storage."""
-        if not tensors[0].is_cpu:
-            raise UnsupportedError(
-                f"a parameter or optimizer state is on {tensors[0].device}; these are "
-                "offloaded only if they are on the CPU"
-            )
-        whole = bytes_of(tensors[0].detach())
-        host = self.memory(storage, whole.numel()).copy_(whole)
-        moved = [Layout.of(t.detach()).view_of(host) for t in tensors]
-        # One call in C: an interrupt between two tensors would separate them for good.
-        list(map(setattr, tensors, repeat("data"), moved))
+            if not found[0].is_cpu:
+                raise UnsupportedError(
+                    f"a parameter or optimizer state is on {found[0].device}; these "
+                    "are offloaded only if they are on the CPU"
+                )
+            whole = bytes_of(found[0].detach())
+            host = self.memory(storage, whole.numel()).copy_(whole)
+            moved = [Layout.of(t.detach()).view_of(host) for t in found]
+            # One call in C: an interrupt between two would separate them for good.
+            list(map(setattr, found, repeat("data"), moved))
 
 
 _AFTER = {

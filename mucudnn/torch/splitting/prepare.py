@@ -174,17 +174,6 @@ def _label_count(
 # them. The kernels are PyTorch's for given statistics.
 
 
-SUMS = "batch_norm:sums"
-
-MERGE = "batch_norm:merge"
-
-APPLY = "batch_norm:apply"
-
-GRAD_SUMS = "batch_norm:grad_sums"
-
-GRAD_APPLY = "batch_norm:grad_apply"
-
-
 def sums(x: torch.Tensor) -> torch.Tensor:
     """Return of each channel the mean, the sum of squared deviations, and the count."""
     axes = [axis for axis in range(x.dim()) if axis != 1]
@@ -289,10 +278,10 @@ def _by_rows(*positions: int, **more: Any) -> Rule:
 
 NORMS: Mapping[str, Rule] = MappingProxyType(
     {
-        SUMS: _by_rows(0, gathered=True),
-        APPLY: _by_rows(1),
-        GRAD_SUMS: _by_rows(1, 2),
-        GRAD_APPLY: _by_rows(1, 2),
+        "batch_norm:sums": _by_rows(0, gathered=True),
+        "batch_norm:apply": _by_rows(1),
+        "batch_norm:grad_sums": _by_rows(1, 2),
+        "batch_norm:grad_apply": _by_rows(1, 2),
     }
 )
 """Operation -> its rule; the merge of statistics stays whole."""
@@ -348,13 +337,13 @@ class Norms(GraphRewriter):
                 results[path] = self.declare(f"{node.name}:{kind}", image, (channels,))
         variance = self.declare(f"{node.name}:variance", image, (channels,))
         self._variances[results[1]] = variance, eps
-        self._add(node, SUMS, sums, (), [image], {None: sums_of_strip})
+        self._add(node, "sums", sums, (), [image], {None: sums_of_strip})
         merged = {0: results[1], 1: results[2], 2: variance}
         merged |= {path: results[path] for path in (3, 4) if path in results}
         read = [*ran, [sums_of_strip]]
-        self._add(node, MERGE, merged_parts, (momentum, eps), read, merged)
+        self._add(node, "merge", merged_parts, (momentum, eps), read, merged)
         read = [image, results[1], variance, weights, biases]
-        self._add(node, APPLY, normalised, (eps,), read, {None: results[0]})
+        self._add(node, "apply", normalised, (eps,), read, {None: results[0]})
         return True
 
     def _backward(self, node: Node, call: Call) -> bool:
@@ -371,12 +360,12 @@ class Norms(GraphRewriter):
         variance, eps = known
         read = [gradient, image, mean, variance]
         summed = {0: results[1], 1: results[2]}
-        self._add(node, GRAD_SUMS, grad_sums, (eps,), read, summed)
+        self._add(node, "grad_sums", grad_sums, (eps,), read, summed)
         if 0 in results:
             count = torch.Size(shape).numel() // shape[1]
             read = [gradient, image, mean, inverse, results[1], results[2], weights]
             made = {None: results[0]}
-            self._add(node, GRAD_APPLY, grad_applied, (count,), read, made)
+            self._add(node, "grad_apply", grad_applied, (count,), read, made)
         return True
 
     def _names(self, node: Node, values: Sequence[Any]) -> list[Any]:
@@ -394,7 +383,7 @@ class Norms(GraphRewriter):
     def _add(
         self,
         node: Node,
-        op: str,
+        kind: str,
         function: Any,
         options: tuple[Any, ...],
         tensors: Sequence[Any],
@@ -415,9 +404,9 @@ class Norms(GraphRewriter):
             else:
                 args.append(None if tensor is None else Operand(inputs.index(tensor)))
         call = Call(function, (*options, *args), MappingProxyType({}), tuple(results))
-        traits = _NOT_RECOMPUTED if op == MERGE else PLAIN
-        suffix = op.partition(":")[2]
-        self.add(node, suffix, op, call, inputs, [*results.values()], traits)
+        traits = _NOT_RECOMPUTED if kind == "merge" else PLAIN
+        op, outputs = f"batch_norm:{kind}", [*results.values()]
+        self.add(node, kind, op, call, inputs, outputs, traits)
 
 
 # Gradients without the operands of which they read the shape alone.
