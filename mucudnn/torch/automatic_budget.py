@@ -53,7 +53,6 @@ class _Way:
     """Options that an automatic budget may choose.
 
     Attributes:
-        options: All options.
         names: Those that differ from the given ones, as text.
         rounds: Whether results may differ by rounding from those of the given options.
     """
@@ -68,7 +67,6 @@ class AutomaticBudget:
     """A budget that depends on the step or on the device.
 
     Attributes:
-        text: The budget as given.
         share: Share of the memory without a budget; None for `auto` and `device`.
         exact: Whether results must equal those of eager mode, bit for bit; None
             allows rounding only where nothing else fits.

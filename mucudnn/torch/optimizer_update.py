@@ -43,7 +43,6 @@ class EagerUpdate:
     """The update of an optimizer that runs eagerly, behind planned passes.
 
     Attributes:
-        usage: Bytes that the optimizer needs.
         reason: Why the update is not captured.
         copied_bytes: Bytes of the copies of gradients that it needs.
         peak_bytes: The most that is in use during the update.

@@ -11,7 +11,7 @@ binds one step, `backend` two halves, `memory` only reads the plan.
 
 import gc
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -117,22 +117,6 @@ What only a graph or its device can tell is refused when it is captured or plann
 """
 
 
-def check_combination(face: Face, given: Mapping[str, object]) -> None:
-    """Refuse options, given where they differ from defaults, that cannot be combined.
-
-    Raises:
-        ValueError: They stand in `REFUSALS`.
-    """
-    for refusal in REFUSALS:
-        if (
-            face in refusal.faces
-            and given.keys() >= set(refusal.options)
-            and refusal.unless not in given
-        ):
-            found = " and ".join(f"{name}={given[name]!r}" for name in refusal.options)
-            raise ValueError(f"{found}: {refusal.reason}; {refusal.instead}")
-
-
 @dataclass(frozen=True)
 class PlanOptions:
     """Options of measuring and planning a PyTorch step.
@@ -193,7 +177,15 @@ class PlanOptions:
             "inductor": check_bool("inductor", inductor) or None,
             "tiers": tiers if choices else None,
         }
-        check_combination(face, {n: v for n, v in options.items() if v is not None})
+        given = {n: v for n, v in options.items() if v is not None}
+        for refusal in REFUSALS:
+            if (
+                face in refusal.faces
+                and given.keys() >= set(refusal.options)
+                and refusal.unless not in given
+            ):
+                words = " and ".join(f"{n}={given[n]!r}" for n in refusal.options)
+                raise ValueError(f"{words}: {refusal.reason}; {refusal.instead}")
         # Steps of `train_step` run one at a time and share the room of what leaves.
         shared = face == "train_step"
         return cls(
@@ -594,7 +586,6 @@ class PlannedProgram:
 
     Attributes:
         lowered: The graph that was planned, with its convolutions as planned.
-        plan: The plan.
         copies: Copies to the tiers that it was planned for; None without tiers.
     """
 

@@ -63,7 +63,6 @@ class Planner:
 
     Attributes:
         lowered: The graph, with its updates in place.
-        profile: Its costs.
         caller_inputs: Inputs that the caller holds: no budget counts them.
         offload_state: Whether the other inputs may be host-resident.
         tiers: Offload targets; none for unlimited host memory.

@@ -94,8 +94,6 @@ class PlannedStep:
 
     Attributes:
         key: Identifies the graph, see `graph_key`.
-        plan: The plan.
-        bound: The program.
         constants: Constant tensors of the graph, whose identity is part of the key.
     """
 

@@ -313,7 +313,6 @@ class ConvolutionNode:
         results: Layouts of its results.
         role: The result that it computes, as of a convolution that is not transposed.
         problem: The problem that is measured and planned.
-        transposed: Whether the convolution is transposed.
     """
 
     call: Call

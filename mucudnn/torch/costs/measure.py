@@ -134,15 +134,14 @@ def costs_of(
     """
     meter = meter_of(device_of(lowered.layouts))
     times: dict[Any, float] = {}
-    wrong: list[WrongResultsError] = []
+    wrong: dict[Any, WrongResultsError] = {}
     failed: RuntimeError | None = None
-    wrong_keys: set[Any] = set()
     for key, node in nodes.items():
-        if wrong_keys:
+        if wrong:
             # A kernel that is given too few bytes may read beyond them.
             producers = lowered.graph.producers
             made = (producers[name] for name in node.inputs if name in producers)
-            if not wrong_keys.isdisjoint(call_key(lowered, n) for n in made):
+            if not wrong.keys().isdisjoint(call_key(lowered, n) for n in made):
                 continue
         try:
             operands = operands_of(lowered, node)
@@ -151,13 +150,13 @@ def costs_of(
                 run = partial(evaluate, _call_in_place(lowered, node), operands)
                 times[key] = meter.time_ms(run)
         except WrongResultsError as e:
-            wrong.append(e)
-            wrong_keys.add(key)
+            wrong[key] = e
         except RuntimeError as e:  # perhaps of operands that are wrong themselves
             failed = failed or e
     if wrong:
-        found = {name: mine for e in wrong for name, mine in e.found.items()}
-        raise WrongResultsError(str(wrong[0]), found)
+        first, *_ = errors = [*wrong.values()]
+        found = {name: mine for e in errors for name, mine in e.found.items()}
+        raise WrongResultsError(str(first), found)
     if failed is not None:
         raise failed
     return times, _scratch(meter, lowered, nodes)

@@ -6,9 +6,8 @@ There is one for CPUs and one for CUDA devices; `costs.measure` runs nodes with 
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -285,8 +284,14 @@ _MEMORY = "memory_alloc"
 
 def _peaks_of(calls: Sequence[Prepared]) -> list[int]:
     """Return the peak of what each call allocates on the CPU."""
-    with torch.no_grad(), _without_collection():
-        return [_peak_of(prepared()) for prepared in calls]
+    enabled = gc.isenabled()
+    gc.disable()  # cycles may hold tensors from elsewhere
+    try:
+        with torch.no_grad():
+            return [_peak_of(prepared()) for prepared in calls]
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _peak_of(call: Callable[[], object]) -> int:
@@ -312,15 +317,3 @@ def _peak_of(call: Callable[[], object]) -> int:
             now += event.cpu_memory_usage()
             most = max(most, now)
     return most
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Keep Python from freeing cycles, which may hold tensors from elsewhere."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

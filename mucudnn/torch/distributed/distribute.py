@@ -152,7 +152,11 @@ def distribute(
         # With synchronised statistics all ranks run the same number of passes.
         accumulates=not joined,
     )
-    fleet = _fleet(together, own, model)
+    ranks = tuple(together.all_gather(own))
+    # The measured time of one sum of gradients.
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    took = max(together.all_gather(together.time_all_reduce(nbytes)))
+    fleet = Fleet(ranks, AllReduce(measured_ms=took))
     plan = split_batch(fleet, batch, at_least=at_least)
     weights = SampleWeights(group, device, StepClock(device), reduction, count)
     wrapped = wrap(synchronise(model, weights) if joined else model)
@@ -231,14 +235,6 @@ def _compare_optimizers(
             check_alike(together, settings)
 
     register_optimizer_step_pre_hook(compare)  # cannot be removed while one runs
-
-
-def _fleet(together: TorchCollectives, own: Rank, model: torch.nn.Module) -> Fleet:
-    """Return all ranks, with the measured time of one sum of gradients."""
-    found = together.all_gather(own)
-    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    took = max(together.all_gather(together.time_all_reduce(nbytes)))
-    return Fleet(tuple(found), AllReduce(measured_ms=took))
 
 
 class Distribution:

@@ -165,9 +165,6 @@ class BoundStep:
     """A compiled step, and where its host-resident inputs live.
 
     Attributes:
-        segment: The compiled program.
-        device: Type of the device that it runs on.
-        host_residents: Its host-resident inputs.
         random: Devices whose generators it draws from; None is the CPU.
         tiers: Copies to the planned tiers, if the plan has any.
     """
@@ -264,8 +261,6 @@ class Halves:
         forward: The part up to the last forward node.
         backward: The rest.
         kept: The values that the forward half returns for the backward half.
-        layouts: Layout of each tensor.
-        inputs: The inputs of the graph.
         watch: Called when the forward half has run, if anything is.
     """
 
@@ -360,7 +355,6 @@ class Half:
     """One half of a program, as the target of a graph node.
 
     Attributes:
-        segment: The compiled half.
         own: Positions of arguments that it may overwrite: saved for it alone.
         without: Positions of arguments that it does not take, ascending.
         filled: Positions of results that it does not have, which become None.

@@ -122,7 +122,6 @@ class TierCopies:
         choices: The tiers, in the order of the plan.
         places: The tier and offset of each storage.
         base: Offset in each tier at which an arena begins.
-        device: Where the step runs.
     """
 
     arenas: "ArenaPool"

@@ -434,13 +434,7 @@ _TRANSPOSED = 7
 
 @dataclass(frozen=True, slots=True)
 class ShapedGradient:
-    """A call of `gradient_of_shape`, by its arguments.
-
-    Attributes:
-        function: PyTorch's function.
-        sizes: Shape of the images.
-        args: PyTorch's arguments, without the images.
-    """
+    """A call of `gradient_of_shape`; `args` are PyTorch's, without the images."""
 
     function: Any
     sizes: tuple[int, ...]
