@@ -215,7 +215,6 @@ class CompileBackend:
         self._budget = SharedBudget(budget)
         self._options = PlanOptions() if options is None else options
         self._plan = _plan_graph if planned is None else planned
-        self._under_way = 0
         self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
         self._split: tuple[Any, list[int]] = None, []

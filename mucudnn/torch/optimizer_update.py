@@ -210,7 +210,7 @@ def measured_update(
     first: Exception | None = None
     for closure in (False, True):
         try:
-            return _Measured(optimizer, trained, foreach, closure=closure).bytes()
+            return _measured(optimizer, trained, foreach, closure=closure)
         except UnsupportedError:
             raise
         except Exception as e:  # of what kind is up to the optimizer
@@ -249,83 +249,70 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return bytes_in_storages(t for t in _tensors(optimizer) if storage_of(t) not in own)
 
 
-class _Measured:
-    """A copy of an optimizer whose updates are measured, with or without a closure."""
+def _measured(
+    optimizer: torch.optim.Optimizer,
+    trained: Collection[int],
+    foreach: bool | None,
+    *,
+    closure: bool,
+) -> UpdateBytes:
+    """Measure a few updates of a copy of an optimizer, with or without a closure."""
+    twin, copies = _copied(optimizer)
+    for group in twin.param_groups:
+        if "foreach" in group and group["foreach"] is None:
+            group["foreach"] = foreach
+    make_state(twin)
+    parameters = [copies[at] for at in trained if at in copies]
+    device = parameters[0].device
+    random = torch.Generator(device).manual_seed(0)
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        trained: Collection[int],
-        foreach: bool | None,
-        *,
-        closure: bool,
-    ) -> None:
-        self._twin, copies = _copied(optimizer)
-        for group in self._twin.param_groups:
-            if "foreach" in group and group["foreach"] is None:
-                group["foreach"] = foreach
-        make_state(self._twin)
-        self._trained = [copies[at] for at in trained if at in copies]
-        self._closure = closure
-        self._random = torch.Generator(self._trained[0].device).manual_seed(0)
-        self._meter = meter_of(self._trained[0].device)
-        self._before = state_bytes(self._twin)
+    def draw(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.normal_(0, _SMALL, generator=random)
 
-    def bytes(self) -> UpdateBytes:
-        """Return what a few updates needed."""
-        peak = 0
-        states = [self._before]
-        for _ in range(_UPDATES):
-            peak = max(peak, self._most(0) + states[-1])
-            states.append(state_bytes(self._twin))
-        persistent = states[-1]
-        if self._closure:
-            block = peak + (1 << 20)
-            persistent = max(persistent, states[-1] + self._most(block) - block)
-        more = _still_to_come(self._twin)
-        if states[-1] > states[-2] and not more:
-            raise UnsupportedError(
-                f"{type(self._twin).__name__} has {exact_bytes(states[-1])} of state "
-                f"after {_UPDATES} steps and had {exact_bytes(states[-2])} one step "
-                "before: no budget can be guaranteed while its state grows"
-            )
-        gradients = sum(p.nbytes for p in self._trained) if self._closure else 0
-        return UpdateBytes(
-            state=rounded(states[-1] + more),
-            persistent=rounded(persistent + more),
-            peak=rounded(max(peak + more - gradients, persistent + more)),
-            closure=self._closure,
-        )
-
-    def _most(self, block: int) -> int:
-        """Return the most bytes that one update has in use of what it allocates.
-
-        Its closure takes a block of bytes while there are no gradients.
-        """
-        return self._meter.most_bytes([lambda: self._prepared(block)])[0]
-
-    def _prepared(self, block: int) -> Callable[[], object]:
-        def draw(gradient: torch.Tensor) -> torch.Tensor:
-            return gradient.normal_(0, _SMALL, generator=self._random)
-
-        if not self._closure:
-            for parameter in self._trained:
-                parameter.grad = draw(_copied_tensor(parameter.detach()))
-            return lambda: self._twin.step()
-
-        def closure() -> torch.Tensor:
+    def prepared(block: int) -> Callable[[], object]:
+        def run_passes() -> torch.Tensor:
             """Return a loss, and make gradients, that a search finds no minimum of."""
-            for parameter in self._trained:
+            for parameter in parameters:
                 parameter.grad = None
-            taken = torch.empty(block, dtype=torch.uint8, device=self._random.device)
+            taken = torch.empty(block, dtype=torch.uint8, device=device)
             del taken
-            for parameter in self._trained:
+            for parameter in parameters:
                 parameter.grad = draw(torch.empty_like(parameter.detach()))
-            return torch.rand((), generator=self._random, device=self._random.device)
+            return torch.rand((), generator=random, device=device)
 
-        for parameter in self._trained:
-            parameter.grad = None
-        return lambda: self._twin.step(closure)
+        for parameter in parameters:
+            parameter.grad = (
+                None if closure else draw(_copied_tensor(parameter.detach()))
+            )
+        return lambda: twin.step(run_passes) if closure else twin.step()
+
+    def most_bytes(block: int) -> int:
+        """Return the most that an update allocates; passes have a block for a while."""
+        return meter_of(device).most_bytes([lambda: prepared(block)])[0]
+
+    peak = 0
+    states = [state_bytes(twin)]
+    for _ in range(_UPDATES):
+        peak = max(peak, most_bytes(0) + states[-1])
+        states.append(state_bytes(twin))
+    persistent = states[-1]
+    if closure:
+        block = peak + (1 << 20)
+        persistent = max(persistent, states[-1] + most_bytes(block) - block)
+    more = _still_to_come(twin)
+    if states[-1] > states[-2] and not more:
+        raise UnsupportedError(
+            f"{type(twin).__name__} has {exact_bytes(states[-1])} of state after "
+            f"{_UPDATES} steps and had {exact_bytes(states[-2])} one step before: no "
+            "budget can be guaranteed while its state grows"
+        )
+    gradients = sum(p.nbytes for p in parameters) if closure else 0
+    return UpdateBytes(
+        state=rounded(states[-1] + more),
+        persistent=rounded(persistent + more),
+        peak=rounded(max(peak + more - gradients, persistent + more)),
+        closure=closure,
+    )
 
 
 def _still_to_come(optimizer: torch.optim.Optimizer) -> int:

@@ -63,7 +63,6 @@ from mucudnn.torch.distributed.sharding import (
 )
 from mucudnn.torch.distributed.step_ranks import (
     StepRanks,
-    check_ranks_options,
     inner_model,
     sharding_of_step,
 )
@@ -313,7 +312,13 @@ def train_step(
             "verify": verify,
             "fallback": fallback != "refuse" and fallback,
         }
-        check_ranks_options(given)
+        for name, value in given.items():
+            if value:
+                raise UnsupportedError(
+                    f"{name}={value!r} is not supported for a model of several ranks; "
+                    "without it, activations are kept, offloaded or recomputed, and "
+                    "parameters kept or gathered again, within the budget of each rank"
+                )
         options = replace(options, alone=sharding.size == 1)
     elif ranks > 1:
         warnings.warn(

@@ -76,29 +76,12 @@ def sharding_of_step(model: torch.nn.Module, loss_fn: Any) -> Sharding | None:
     return distributed_data_parallel(model, "model.")
 
 
-def check_ranks_options(given: Mapping[str, object]) -> None:
-    """Refuse options of a step that several ranks cannot make together.
-
-    Raises:
-        UnsupportedError: One is set.
-    """
-    for name, value in given.items():
-        if value:
-            raise UnsupportedError(
-                f"{name}={value!r} is not supported for a model of several ranks; "
-                "without it, activations are kept, offloaded or recomputed, and "
-                "parameters kept or gathered again, within the budget of each rank"
-            )
-
-
 class StepRanks:
     """The ranks of one `train_step`."""
 
     def __init__(self, sharding: Sharding, device: torch.device) -> None:
         group = dist.distributed_c10d._resolve_process_group(sharding.group)
-        self.sharding = sharding
         self._together = TorchCollectives(group, device)
-        self.rank, self.size = self._together.rank, self._together.size
 
     def agree(self, number: int | None) -> bool:
         """Return whether all ranks have a plan for their next step, of one number.
@@ -182,7 +165,7 @@ class StepRanks:
         """
         outcome: tuple[Any, Exception | None] = None, None
         sent: list[Any] = [None]
-        if self.rank == 0:
+        if self._together.rank == 0:
             try:
                 outcome = decide(), None
                 sent = [pickled(outcome)]
@@ -191,7 +174,7 @@ class StepRanks:
                 sent = [pickled(outcome)]
         with lost_ranks_told():
             dist.broadcast_object_list(sent, group=self._together.group, group_src=0)
-        found, error = outcome if self.rank == 0 else pickle.loads(sent[0])
+        found, error = outcome if self._together.rank == 0 else pickle.loads(sent[0])
         if error is not None:
             raise error
         return found  # type: ignore[no-any-return]
