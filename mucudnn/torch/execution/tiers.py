@@ -199,15 +199,13 @@ class TierArena:
         OutOfMemoryError: A tier has not enough memory.
     """
 
-    def __init__(
-        self, device: Device, choices: Sequence[TierChoice], sizes: Sequence[int]
-    ) -> None:
+    def __init__(self, device: Device, sizes: Mapping[TierChoice, int]) -> None:
         self.stale = False
         self._device = device
         self._copiers: dict[int, Copier] = {}
         self._tiers: list[Tier] = []
         try:
-            for choice, nbytes in zip(choices, sizes, strict=True):
+            for choice, nbytes in sizes.items():
                 self._tiers.append(choice.open(device, nbytes))
         except BaseException:
             self.close()
@@ -273,7 +271,6 @@ class ArenaPool:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._choices: tuple[TierChoice, ...] = ()
         self._sizes: dict[TierChoice, int] = {}
         self._free: list[TierArena] = []
         self._open: list[TierArena] = []
@@ -284,7 +281,6 @@ class ArenaPool:
         Raises:
             OutOfMemoryError: A tier has not enough memory.
         """
-        self._choices = tuple(choices)
         known = self._sizes
         wanted = dict(zip(choices, sizes, strict=True))
         self._sizes = {c: max(n, known.get(c, 0)) for c, n in wanted.items()}
@@ -320,8 +316,7 @@ class ArenaPool:
             self._take_back(arena)
 
     def _opened(self) -> TierArena:
-        sizes = [self._sizes[choice] for choice in self._choices]
-        arena = TierArena(self._device, self._choices, sizes)
+        arena = TierArena(self._device, self._sizes)
         self._open.append(arena)
         return arena
 

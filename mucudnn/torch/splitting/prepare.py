@@ -76,6 +76,16 @@ class GraphRewriter(ABC):
         )
 
 
+def renumbered(
+    node: Node, args: Sequence[Any]
+) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return the inputs that some arguments of a node name, and these arguments."""
+    used = dict.fromkeys(a.index for a in args if isinstance(a, Operand))
+    place = {index: i for i, index in enumerate(used)}
+    found = (Operand(place[a.index]) if isinstance(a, Operand) else a for a in args)
+    return tuple(node.inputs[index] for index in used), tuple(found)
+
+
 def _is_contiguous(layout: Layout) -> bool:
     plain = torch.empty(layout.shape, device="meta").stride()
     return layout.stride == tuple(plain)
@@ -489,15 +499,10 @@ class ShapeOperands(GraphRewriter):
         return _is_contiguous(self.layouts[node.inputs[image.index]])
 
     def _without_image(self, node: Node, call: Call) -> None:
-        gone = call.args[_IMAGE].index
-        moved = [
-            Operand(a.index - (a.index > gone)) if isinstance(a, Operand) else a
-            for a in call.args
-        ]
-        sizes = self.layouts[node.inputs[gone]].shape
-        args = (*moved[:_IMAGE], *moved[_IMAGE + 1 :])
+        sizes = self.layouts[node.inputs[call.args[_IMAGE].index]].shape
+        others = *call.args[:_IMAGE], *call.args[_IMAGE + 1 :]
+        inputs, args = renumbered(node, others)
         self.calls[node.name] = ShapedGradient(call.function, sizes, args).call(call)
-        inputs = (*node.inputs[:gone], *node.inputs[gone + 1 :])
         self.nodes.append(replace(node, inputs=inputs))
 
     def _separate_bias(self, node: Node, call: Call) -> None:

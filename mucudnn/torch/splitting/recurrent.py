@@ -17,7 +17,7 @@ from mucudnn.ir.graph import Node
 from mucudnn.torch.lowering.lowered import Lowered, Operand
 from mucudnn.torch.lowering.overloads import lstm_layer
 from mucudnn.torch.splitting.axes import Axis, Cut, Rule, Site
-from mucudnn.torch.splitting.prepare import GraphRewriter
+from mucudnn.torch.splitting.prepare import GraphRewriter, renumbered
 
 LAYER = "aten.mkldnn_rnn_layer.default"
 
@@ -70,21 +70,11 @@ class LayersWithoutWorkspace(GraphRewriter):
         """Append gradients that run the layer again."""
         call = self.calls[node.name]
         given = [*call.args[: _SAVED.start], *call.args[_SAVED.stop : -1]]
-        inputs: list[str] = []
-
-        def bound(value: Any) -> Any:
-            if not isinstance(value, Operand):
-                return value
-            if (name := node.inputs[value.index]) not in inputs:
-                inputs.append(name)
-            return Operand(inputs.index(name))
-
-        args = tuple(map(bound, given))
+        inputs, args = renumbered(node, given)
         self.calls[node.name] = replace(call, function=lstm_gradients, args=args)
         traits = replace(node.traits, recomputable=True)
-        self.nodes.append(
-            replace(node, op=_CUT_BACKWARD, inputs=tuple(inputs), traits=traits)
-        )
+        made = replace(node, op=_CUT_BACKWARD, inputs=inputs, traits=traits)
+        self.nodes.append(made)
 
 
 def lstm_gradients(*args: Any) -> tuple[torch.Tensor, ...]:
