@@ -404,7 +404,7 @@ class CompileBackend:
         parameter: torch.Tensor,
         tensor: torch.Tensor,
     ) -> None:
-        """Warn, once, if a graph is under way with the parameters of several layers.
+        """Warn, once, if a graph holds saved tensors of several layers at a time.
 
         Args:
             name: The graph.
@@ -433,7 +433,7 @@ GraphPlanner = Callable[[LoweredStep, PlanOptions, float], tuple[PlannedProgram,
 def _plan_graph(
     step: LoweredStep, options: PlanOptions, budget: float
 ) -> tuple[PlannedProgram, int]:
-    """Plan a graph that is under way once."""
+    """Plan a graph of which one run is in memory at a time."""
     program = plan_program(step, options, budget)
     return program, program.plan.peak_bytes
 

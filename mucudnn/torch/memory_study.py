@@ -450,7 +450,7 @@ class MemoryStudy:
     def _request(
         self, step: LoweredStep, planner: Planner | None = None
     ) -> StepRequest:
-        """Return what the planner of the whole step, or of one in parts, is asked.
+        """Return the request to plan the whole step, or one in parts.
 
         The caller's tensors have no bytes.
         """

@@ -186,7 +186,7 @@ class PlanOptions:
             ):
                 words = " and ".join(f"{n}={given[n]!r}" for n in refusal.options)
                 raise ValueError(f"{words}: {refusal.reason}; {refusal.instead}")
-        # Steps of `train_step` run one at a time and share the room of what leaves.
+        # Steps of `train_step` run one at a time, so their plans share memory in tiers.
         shared = face == "train_step"
         return cls(
             plans=plans,
@@ -210,7 +210,7 @@ class LoweredStep:
         finish: Returns the graph, whole or split, with its updates in place.
         update: The update that the optimizer makes itself, behind the graph.
         compiled: Compiles the passes by Inductor, and returns the graph with their
-            kernels as nodes; told what was compiled before, and whether a tuner may
+            kernels as nodes, given what was compiled before, and whether a tuner may
             plan convolutions.
         planners: What plans it, by options: it is measured once, for all budgets.
         threads: How many threads compute it: autograd's has workspaces of its own.

@@ -4,7 +4,7 @@ The measurements of a graph are one entry of the store; they serve every budget.
 decision for one request is another entry: the residency of each tensor and the
 scheduler. The schedule is computed again from the decision, and used only if it equals,
 instruction by instruction, the schedule that was computed first. So a plan keeps its
-budget whatever became of an entry.
+budget even if an entry was damaged.
 
 Nodes and tensors are identified by their position in the graph, not by name.
 """
@@ -154,7 +154,7 @@ class PlanStore:
     ) -> str | None:
         """Return a hash of all that a measurement, or a plan, depends on.
 
-        Returns None if that cannot be told.
+        Returns None if a part of it has no name that identifies it.
         """
         if self._entries is None:
             return None
@@ -167,7 +167,7 @@ class PlanStore:
         # Measurements depend on the machine, plans on it by their profile only.
         if request is None:
             return digest_of([*parts, surroundings_of(lowered)])
-        # A function, or given plans, cannot be told by a name.
+        # Functions and given plans have no name that identifies them.
         if not isinstance(request.policy, str) or request.plans is not None:
             return None
         hosted = request.hosted

@@ -143,7 +143,7 @@ class Planner:
         return minimum_budget(self.request(0)) - self.caller_bytes
 
     def request(self, budget: float = math.inf) -> StepRequest:
-        """Return what the planner is asked for a budget."""
+        """Return the request to plan the graph within a budget."""
         graph = self.lowered.graph
         if self.offload_state:
             # Inputs of the caller, constants and small inputs stay where they are.

@@ -278,8 +278,8 @@ def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
                 flat.copy_(torch.empty_like(flat, dtype=torch.half).uniform_(0.1, 0.9))
         elif integer:
             flat.fill_(integer)
-        lying = flat.as_strided(layout.shape, layout.stride, layout.offset)
-        found.append(layout.read(lying))
+        view = flat.as_strided(layout.shape, layout.stride, layout.offset)
+        found.append(layout.read(view))
     return found
 
 
@@ -288,10 +288,10 @@ def _call_in_place(lowered: Lowered, node: Node) -> Call:
     call = lowered.calls[node.name]
     if call.into is None or not node.mutates or len(node.outputs) != 1:
         return call
-    taken = lowered.graph.tensors[node.outputs[0]].alias
-    if taken not in node.inputs:
+    alias = lowered.graph.tensors[node.outputs[0]].alias
+    if alias not in node.inputs:
         return call
-    place = node.inputs.index(taken)
+    place = node.inputs.index(alias)
     out = {} if call.first else {"out": Operand(place)}
     return replace(call, function=call.into, kwargs={**call.kwargs, **out})
 

@@ -248,7 +248,7 @@ def _allocations(
 
 
 def reserved_line(device: torch.device) -> str:
-    """Return what the allocator was asked for and has reserved at most, in words."""
+    """Return a line with the most that the allocator was asked for and reserved."""
     stats = torch.cuda.memory_stats(device)
     requested, reserved = (
         format_bytes(stats.get(f"{kind}_bytes.all.peak", 0))

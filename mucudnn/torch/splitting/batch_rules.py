@@ -298,8 +298,8 @@ def _reduced(linear: bool, averaged: bool = False) -> Rule:
         axis, rank = site.axis(0), len(site.shape(0))
         if axis is None:
             return None
-        asked = site.arg(1, site.kwargs.get("dim"))
-        several = asked if isinstance(asked, Sequence) else (asked,)
+        dim = site.arg(1, site.kwargs.get("dim"))
+        several = dim if isinstance(dim, Sequence) else (dim,)
         # Without dimensions all of them are reduced.
         gone = {d % rank for d in several if d is not None} or set(range(rank))
         read = site.at({0: axis})

@@ -467,8 +467,8 @@ def strip_of(site: Site, call: Call) -> Cut | None:
 def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
     """Return the split axes of the results of a call that stays whole.
 
-    The results of images are taken for images. If that is wrong, nothing is computed
-    wrong: the rules hold along any axis.
+    The results of images are treated as images. A wrong guess changes no result, as the
+    rules hold along any axis.
     """
     if site.op == "aten.slice.Tensor":  # a view, of which strips read row ranges
         return (site.axis(0),)
