@@ -533,12 +533,10 @@ class SharedBudget:
         ]
         left = max(0.0, self.budget - sum(part.peak for part in others))
         try:
-            if source.ends is None:
-                return planned(left)
             try:
-                return planned(left * source.share)
+                return planned(left if source.ends is None else left * source.share)
             except PlanningError as e:
-                if e.least_bytes is None:
+                if source.ends is None or e.least_bytes is None:
                     raise
                 return planned(min(e.least_bytes, left))
         except PlanningError as e:

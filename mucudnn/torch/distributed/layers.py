@@ -13,6 +13,7 @@ there are as many as there are layers.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -197,11 +198,9 @@ def _plan_layers(
     found = []
     for peak in peaks:
         between = layers.between(budget, peak, parameters, passed)
-        try:
-            if between >= 0:
+        if between >= 0:
+            with suppress(PlanningError):
                 found.append(planned(peak, between))
-        except PlanningError:
-            continue
     if found:
         return min(found, key=lambda row: row[0].plan.plan.prediction.step_ms)
     # Nothing fits: find the least budget for the message.

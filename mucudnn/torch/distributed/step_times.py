@@ -19,6 +19,7 @@ from mucudnn.ir.fleet import StepPoint, StepTable
 from mucudnn.passes.load_balancing import measured_table
 from mucudnn.runtime.distributed.collectives import Stopwatch
 from mucudnn.torch.execution.devices import forked_generators
+from mucudnn.torch.optimizer_update import own_gradients
 
 _REPEATS = 3
 
@@ -103,20 +104,15 @@ def _step(
 @contextmanager
 def _restored(model: torch.nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and the state of random generators."""
-    gradients = [p.grad for p in model.parameters()]
     buffers = [copy.deepcopy(b.detach()) for b in model.buffers()]
     try:
-        for parameter in model.parameters():
-            parameter.grad = None
-        with forked_generators(model.parameters()):
+        with own_gradients(model.parameters()), forked_generators(model.parameters()):
             yield
     finally:
         # Buffers were changed in place, as by batch norm: restore them in place.
         with torch.no_grad():
             for buffer, value in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(value)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
 
 
 _RECENT = 20
