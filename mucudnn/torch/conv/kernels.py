@@ -62,7 +62,10 @@ class PreparedCall:
 
 
 class CallPreparer:
-    """Plans calls, and accepts a plan of ours only if it is faster than PyTorch."""
+    """Plans calls, and accepts a plan of ours only if it is faster than PyTorch.
+
+    Its errors are reasons to leave a call to PyTorch.
+    """
 
     def __init__(self, tuner: Tuner) -> None:
         self._tuner = tuner
@@ -73,14 +76,11 @@ class CallPreparer:
     ) -> PreparedCall:
         """Prepare a call of `aten::convolution`; `native` runs PyTorch's kernel."""
         sizes = None if b is None else list(b.shape)
-        try:
-            geometry = Geometry.of(x, w, sizes, options)
-            shape = geometry.result_shape(x, w)
-            if b is not None:
-                _check("bias", b, shape[1:2], x.dtype)
-            kernel = self._kernel(geometry, Direction.FORWARD, x, w)
-        except (MucudnnError, ValueError, RuntimeError) as e:
-            return PreparedCall(None, _reason(e))
+        geometry = Geometry.of(x, w, sizes, options)
+        shape = geometry.result_shape(x, w)
+        if b is not None:
+            _check("bias", b, shape[1:2], x.dtype)
+        kernel = self._kernel(geometry, Direction.FORWARD, x, w)
         if kernel is None:
             return PreparedCall(None)
         ours = planned_forward(kernel, b is not None, x.dim())
@@ -91,15 +91,12 @@ class CallPreparer:
     ) -> PreparedCall:
         """Prepare a call of `aten::convolution_backward`; `native` takes the mask."""
         roles = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER)
-        try:
-            geometry = Geometry.of(x, w, sizes, options)
-            _check("gradient", gy, geometry.result_shape(x, w), x.dtype)
-            kernels = [
-                self._kernel(geometry, role, x, w) if wanted else None
-                for role, wanted in zip(roles, mask, strict=False)
-            ]
-        except (MucudnnError, ValueError, RuntimeError) as e:
-            return PreparedCall(None, _reason(e))
+        geometry = Geometry.of(x, w, sizes, options)
+        _check("gradient", gy, geometry.result_shape(x, w), x.dtype)
+        kernels = [
+            self._kernel(geometry, role, x, w) if wanted else None
+            for role, wanted in zip(roles, mask, strict=False)
+        ]
         mine = [kernel for kernel in kernels if kernel is not None]
         if not mine:
             return PreparedCall(None)
@@ -127,14 +124,10 @@ class CallPreparer:
         offered = self._tuner.backend.conv.algorithms(kernels[0].problem)
         if TORCH not in dict(offered):
             return PreparedCall(ours)
-        try:
-            first, second = measure_together(
-                [lambda: ours(*args), native],
-                self._tuner.backend.device,
-                self._tuner.rule,
-            )
-        except MucudnnError as e:
-            return PreparedCall(None, _reason(e))
+        device = self._tuner.backend.device
+        first, second = measure_together(
+            [lambda: ours(*args), native], device, self._tuner.rule
+        )
         noise_ms = max(first.noise_ms, second.noise_ms)
         won = first.time_ms < second.time_ms - noise_ms
         return PreparedCall(ours if won else None)
@@ -143,10 +136,6 @@ class CallPreparer:
 def _check(name: str, tensor: Any, shape: tuple[int, ...], dtype: Any) -> None:
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(f"{name} of another shape or data type")
-
-
-def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def is_native(plan: ConvPlan) -> bool:
