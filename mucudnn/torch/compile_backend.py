@@ -183,7 +183,6 @@ class GraphSource:
     """Origin of a graph: the compiled function and its place in it.
 
     Attributes:
-        name: Its name in messages.
         function: The function that it is part of; the same for all of its versions.
         ends: The user's line where a graph break ends it; None if none does.
         resumes: Whether it begins behind a graph break.

@@ -60,10 +60,6 @@ class Refusal:
     """A combination of options that a face refuses.
 
     Attributes:
-        faces: Which faces refuse it.
-        options: Options that cannot be given together.
-        reason: Why not.
-        instead: What works.
         unless: An option with which they can; empty if there is none.
     """
 

@@ -79,13 +79,7 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a parameter that a rank holds.
-
-    Attributes:
-        shape: Shape of the whole parameter.
-        rows: Rows of this rank's part.
-        dtype: Type of the parameter.
-    """
+    """Some rows of a parameter of this shape, which a rank holds."""
 
     shape: tuple[int, ...]
     rows: int
