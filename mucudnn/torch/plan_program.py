@@ -60,7 +60,7 @@ class Refusal:
     """A combination of options that a face refuses.
 
     Attributes:
-        unless: An option with which they can; empty if there is none.
+        unless: An option with which they can be combined; empty if there is none.
     """
 
     faces: tuple[Face, ...]
