@@ -70,7 +70,7 @@ def placed(
 ) -> Markup:
     """Return a chart of a size below its name, at a place in a larger drawing."""
     width, height = size
-    moved = chart.replace(
+    moved = str(chart).replace(
         "<svg ", f'<svg x="0" y="{_HEAD:g}" width="{width:g}" height="{height:g}" ', 1
     )
     return tag(

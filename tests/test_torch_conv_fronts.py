@@ -20,7 +20,8 @@ from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
 from mucudnn.torch.compile_backend import compile_graph  # noqa: E402
 from mucudnn.torch.conv import fronts as conv_fronts  # noqa: E402
 from mucudnn.torch.conv.backend import TORCH  # noqa: E402
-from mucudnn.torch.conv.fronts import ConvolutionNode, is_native, with_plans  # noqa: E402
+from mucudnn.torch.conv.fronts import ConvolutionNode, with_plans  # noqa: E402
+from mucudnn.torch.conv.kernels import is_native  # noqa: E402
 from mucudnn.torch.costs.measure import evaluate  # noqa: E402
 from mucudnn.torch.costs.meters import CpuMeter  # noqa: E402
 from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402

@@ -58,21 +58,7 @@ _REPLACED = {
 }
 """Name of an earlier version -> what does the same within a guaranteed peak."""
 
-__all__ = [
-    "CompileBackend",
-    "Distribution",
-    "MemoryStudy",
-    "ShareSampler",
-    "TorchPlan",
-    "TrainStep",
-    "backend",
-    "compile_layers",
-    "convolutions",
-    "cpu_backend",
-    "distribute",
-    "memory",
-    "train_step",
-]
+__all__ = sorted(_HOME)
 
 
 _VERSION = installed_version()

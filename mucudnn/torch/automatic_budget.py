@@ -9,14 +9,13 @@ compilation.
 """
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mucudnn.backends.cpu.device import CpuDevice
 from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.planning.cutting import AUTO, HEIGHT, WHOLE
@@ -28,6 +27,7 @@ from mucudnn.torch.plan_program import (
     least_budget,
     plan_program,
 )
+from mucudnn.torch.planning import too_small
 
 _AUTO = "auto"
 _DEVICE = "device"
@@ -53,7 +53,6 @@ class _Way:
     """Options that an automatic budget may choose.
 
     Attributes:
-        options: All options.
         names: Those that differ from the given ones, as text.
         rounds: Whether results may differ by rounding from those of the given options.
     """
@@ -68,7 +67,6 @@ class AutomaticBudget:
     """A budget that depends on the step or on the device.
 
     Attributes:
-        text: The budget as given.
         share: Share of the memory without a budget; None for `auto` and `device`.
         exact: Whether results must equal those of eager mode, bit for bit; None
             allows rounding only where nothing else fits.
@@ -177,13 +175,11 @@ class AutomaticBudget:
         if self.exact:
             more += "; without exact=True it may run in micro-batches or compiled"
         percent = math.ceil(100 * needed / most)
-        raise PlanningError(
+        raise too_small(
             f"the step does not fit the budget {self.text!r}, {exact_bytes(limit)}; "
             f"the least budget that works is {exact_bytes(needed)}"
             f"{names and f' with {names}'}, or budget='{percent}%'{more}",
-            node=node or None,
-            short_by=needed - limit,
-            least_bytes=needed,
+            *(limit, needed, node or None),
         )
 
     def _ways(self, options: PlanOptions) -> Iterator[_Way]:
@@ -245,14 +241,4 @@ def free_bytes(step: LoweredStep) -> int:
             device
         )
         return int(free + unused)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:  # Linux counts caches, which it gives up, as available
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        (available,) = [line for line in lines if line.startswith("MemAvailable:")]
-        free = int(available.split()[1]) << 10
-        group = Path("/sys/fs/cgroup")
-        most = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return free
-    return free if most == "max" else min(free, max(0, int(most) - used))
+    return CpuDevice().available_bytes()

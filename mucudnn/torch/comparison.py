@@ -84,18 +84,18 @@ def compare_step(
     found = []
     total = 2 * len(_WAYS)
     args, kwargs = batch.arguments(batch.tensors)
-    eager = partial(_eager(*_copied(model, loss_fn, optimizer)), batch)
+    given = model, loss_fn, optimizer
+    eager = partial(_eager(_copied(given)), batch)
     with TemporaryDirectory() as cache:  # of measurements, for all of our steps
         for i, (name, prepare) in enumerate(_WAYS.items()):
             progress(name, 2 * i, total)
-            parts = _copied(model, loss_fn, optimizer)
+            parts = _copied(given)
             try:
-                step = partial(prepare(*parts), batch)
+                step = partial(prepare(parts), batch)
                 peak = _peak_bytes(parts, step)
                 progress(f"mucudnn in the memory of {name}", 2 * i + 1, total)
                 budget = math.inf if name == EAGER else peak
-                copies = _copied(model, loss_fn, optimizer)
-                ours = train_step(*copies, budget=budget, cache=cache)
+                ours = train_step(*_copied(given), budget=budget, cache=cache)
                 try:
                     plan = ours.prepare(*args, **kwargs)
                 except MucudnnError as e:
@@ -117,17 +117,14 @@ Step = Callable[[Batch], object]
 Parts = tuple[nn.Module, Callable[..., Any], torch.optim.Optimizer]
 
 
-def _copied(
-    model: nn.Module, loss_fn: Callable[..., Any], optimizer: torch.optim.Optimizer
-) -> Parts:
+def _copied(parts: Parts) -> Parts:
     try:
-        parts: Parts = copy.deepcopy((model, loss_fn, optimizer))
+        return copy.deepcopy(parts)
     except (TypeError, RuntimeError) as e:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be copied, which the comparison requires: "
-            f"{e}"
+            f"{type(parts[0]).__name__} cannot be copied, which the comparison "
+            f"requires: {e}"
         ) from e
-    return parts
 
 
 def _peak_bytes(parts: Parts, step: Callable[[], object]) -> int:
@@ -168,18 +165,14 @@ def _line(error: Exception) -> str:
 # PyTorch's ways: each returns a function that trains on one batch.
 
 
-def _eager(
-    model: nn.Module, loss_fn: Callable[..., Any], optimizer: torch.optim.Optimizer
-) -> Step:
-    return lambda batch: run_eager_step(model, loss_fn, optimizer, batch, PLAIN)
+def _eager(parts: Parts) -> Step:
+    return lambda batch: run_eager_step(*parts, batch, PLAIN)
 
 
-def _checkpointed(
-    model: nn.Module, loss_fn: Callable[..., Any], optimizer: torch.optim.Optimizer
-) -> Step:
+def _checkpointed(parts: Parts) -> Step:
     """Checkpoint each member of the list of modules that holds most of the model."""
     blocks = max(
-        (m for m in model.modules() if isinstance(m, nn.Sequential | nn.ModuleList)),
+        (m for m in parts[0].modules() if isinstance(m, nn.Sequential | nn.ModuleList)),
         key=lambda m: (len(m) > 1, sum(p.numel() for p in m.parameters())),
         default=None,
     )
@@ -187,12 +180,10 @@ def _checkpointed(
         raise UnsupportedError("the model has no nn.Sequential or nn.ModuleList")
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return _eager(model, loss_fn, optimizer)
+    return _eager(parts)
 
 
-def _saved_on_host(
-    model: nn.Module, loss_fn: Callable[..., Any], optimizer: torch.optim.Optimizer
-) -> Step:
+def _saved_on_host(parts: Parts) -> Step:
     """Offload all saved tensors; `save_on_cpu` would use the allocator's own memory."""
     free: dict[int, list[torch.Tensor]] = {}
 
@@ -210,18 +201,14 @@ def _saved_on_host(
 
     def step(batch: Batch) -> object:
         with saved_tensors_hooks(pack, unpack):
-            return run_eager_step(model, loss_fn, optimizer, batch, PLAIN)
+            return run_eager_step(*parts, batch, PLAIN)
 
     return step
 
 
-def _compiled(
-    share: float,
-    model: nn.Module,
-    loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-) -> Step:
+def _compiled(share: float, parts: Parts) -> Step:
     """Compile by Inductor under PyTorch's own budget of saved activations."""
+    model, loss_fn, optimizer = parts
     compiled = torch.compile(model, dynamic=False)
 
     def step(batch: Batch) -> object:

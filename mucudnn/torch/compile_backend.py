@@ -34,7 +34,7 @@ from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.joint import BySize, Joint, has_symbols
 from mucudnn.torch.costs.measure import WrongResultsError
 from mucudnn.torch.execution.bound_step import Halves, Watch, bind_halves, runner_of
-from mucudnn.torch.execution.cuda_memory import ReservedGrowth
+from mucudnn.torch.execution.cuda_memory import watching_reserved
 from mucudnn.torch.internals import (
     aot_compiled,
     break_reasons,
@@ -56,7 +56,7 @@ from mucudnn.torch.plan_program import (
     plan_program,
 )
 from mucudnn.torch.plan_store import PlanCacheChoice
-from mucudnn.torch.planning import parse_budget
+from mucudnn.torch.planning import parse_budget, too_small
 from mucudnn.torch.source_lines import line_of_stack
 
 _SHARE = 1 / 3
@@ -163,24 +163,19 @@ def compile_graph(
     try:
         budget = parse_budget(given.pop("budget", None))
         PlanOptions.of("backend", budget, **given)  # which checks them
-        tuner, inductor = given.get("tuner"), given.get("inductor", False)
         named = _backend_of(
-            budget, tuner, inductor, parse_tiers(given.get("tiers", ()))
+            budget=budget,
+            tuner=given.get("tuner"),
+            inductor=given.get("inductor", False),
+            tiers=parse_tiers(given.get("tiers", ())),
         )
     except (TypeError, ValueError) as e:
         return _raiser(e)
     return named(module, inputs)
 
 
-@functools.cache
-def _backend_of(
-    budget: float,
-    tuner: Tuner | None,
-    inductor: bool,
-    tiers: tuple[TierChoice, ...],
-) -> "CompileBackend":
-    """Return the one backend of these options: graphs of one model share its budget."""
-    return backend(budget=budget, tuner=tuner, inductor=inductor, tiers=tiers)
+_backend_of = functools.cache(backend)
+"""Returns the one backend of some options: graphs of one model share its budget."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +183,6 @@ class GraphSource:
     """Origin of a graph: the compiled function and its place in it.
 
     Attributes:
-        name: Its name in messages.
         function: The function that it is part of; the same for all of its versions.
         ends: The user's line where a graph break ends it; None if none does.
         resumes: Whether it begins behind a graph break.
@@ -220,7 +214,6 @@ class CompileBackend:
         self._budget = SharedBudget(budget)
         self._options = PlanOptions() if options is None else options
         self._plan = _plan_graph if planned is None else planned
-        self._under_way = 0
         self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
         self._split: tuple[Any, list[int]] = None, []
@@ -384,9 +377,9 @@ class CompileBackend:
                 halves = replace(halves, watch=Watch(parts.position(own[0]), call))
             if program.plan.device is not None and self._plan is _plan_graph:
                 report = functools.partial(_warn_if_reserved, source.name, program.plan)
-                growth = ReservedGrowth(program.plan.device, report)
+                watched = watching_reserved(program.plan.device, report)
                 forward, backward = (
-                    replace(half, run=growth.watched(half.run))
+                    replace(half, run=watched(half.run))
                     for half in (halves.forward, halves.backward)
                 )
                 halves = replace(halves, forward=forward, backward=backward)
@@ -410,7 +403,7 @@ class CompileBackend:
         parameter: torch.Tensor,
         tensor: torch.Tensor,
     ) -> None:
-        """Warn, once, if a graph is under way with the parameters of several layers.
+        """Warn, once, if a graph holds saved tensors of several layers at a time.
 
         Args:
             name: The graph.
@@ -439,7 +432,7 @@ GraphPlanner = Callable[[LoweredStep, PlanOptions, float], tuple[PlannedProgram,
 def _plan_graph(
     step: LoweredStep, options: PlanOptions, budget: float
 ) -> tuple[PlannedProgram, int]:
-    """Plan a graph that is under way once."""
+    """Plan a graph of which one run is in memory at a time."""
     program = plan_program(step, options, budget)
     return program, program.plan.peak_bytes
 
@@ -499,11 +492,7 @@ class _Part:
 
 
 class SharedBudget:
-    """A budget that is divided among the graphs of each model.
-
-    Args:
-        budget: Bytes for all graphs of one model together.
-    """
+    """A budget that is divided among the graphs of each model."""
 
     def __init__(self, budget: float) -> None:
         self.budget = budget
@@ -517,11 +506,7 @@ class SharedBudget:
         return sum(part.peak for part in self._parts.values())
 
     def exceeded_by_models(self, source: GraphSource) -> str:
-        """Return a warning if all models together may exceed the budget; else empty.
-
-        Args:
-            source: The last graph of theirs.
-        """
+        """Return a warning if all models together may exceed the budget; else empty."""
         models = {part.model for part in self._parts.values()}
         if len(models) == 1 or self.peak_bytes <= self.budget:
             return ""
@@ -535,10 +520,6 @@ class SharedBudget:
     def plan(self, source: GraphSource, planned: Callable[[float], Planned]) -> Planned:
         """Plan a graph in its share of the budget.
 
-        Args:
-            source: Where it comes from.
-            planned: Plans it within so many bytes.
-
         Raises:
             PlanningError: It does not fit, by itself or beside the others; says a
                 budget that works.
@@ -551,12 +532,10 @@ class SharedBudget:
         ]
         left = max(0.0, self.budget - sum(part.peak for part in others))
         try:
-            if source.ends is None:
-                return planned(left)
             try:
-                return planned(left * source.share)
+                return planned(left if source.ends is None else left * source.share)
             except PlanningError as e:
-                if e.least_bytes is None:
+                if source.ends is None or e.least_bytes is None:
                     raise
                 return planned(min(e.least_bytes, left))
         except PlanningError as e:
@@ -597,14 +576,12 @@ class SharedBudget:
         ends = dict.fromkeys(p.source.ends or p.source.name for p in others)
         breaks = ", ".join(ends)
         used = sum(part.peak for part in others)
-        return PlanningError(
+        return too_small(
             f"{source.name} is one of {len(others) + 1} graphs that share the budget "
             f"of {exact_bytes(int(self.budget))}, with graph breaks at {breaks}: the "
             f"other graphs take up to {exact_bytes(used)} of it, and this one needs "
             f"{exact_bytes(least)}; a budget of {exact_bytes(needed)} "
             f"works{('' if source.ends is None else ' up to its end')}. torch.compile "
             "with fullgraph=True shows the cause of a graph break",
-            node=node,
-            short_by=needed - int(self.budget),
-            least_bytes=needed,
+            *(self.budget, needed, node),
         )

@@ -37,12 +37,10 @@ def small_torch_step(say: Callable[[str], None]) -> dict[str, Any]:
     budget = least + int(_SHARE * (most - least))
     say(f"planning it without a limit, and within {format_bytes(budget)}")
     # Each step has a copy, so that all of them start from the same weights.
+    copies = copy.deepcopy(model), copy.deepcopy(model)
     free, bounded = (
         train_step(mine, loss_fn, _optimizer(mine), budget=limit)
-        for mine, limit in (
-            (copy.deepcopy(model), None),
-            (copy.deepcopy(model), budget),
-        )
+        for mine, limit in zip(copies, (None, budget), strict=True)
     )
     plans = [step.prepare(images, labels) for step in (free, bounded)]
     say("training by PyTorch, planned, and within the budget, in turn")

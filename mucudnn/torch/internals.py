@@ -22,7 +22,7 @@ from torch.fx.node import _side_effectful_functions
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mucudnn.torch.execution.devices import autocast_off
+from mucudnn.torch.execution.devices import autocast_off, forked_generators
 from mucudnn.torch.source_lines import storage_of
 
 _CHECK = torch.ops.aten._linalg_check_errors.default
@@ -39,14 +39,8 @@ def aot_compiled(
     """Compile the forward and backward of a captured graph by AOTAutograd.
 
     PyTorch's guide to backends names `aot_autograd`; its `partition_fn`, which takes
-    the joint graph of both halves, is documented only in the source.
-
-    Args:
-        module: The graph that Dynamo captured.
-        inputs: Examples of its inputs.
-        partition: Cuts the joint graph into forward and backward.
-        compiled: Compiles a half, or a graph without gradients.
-        static: Whether numbers among the inputs are constants of the graph.
+    the joint graph of both halves, is documented only in the source. With
+    `static`, numbers among the inputs are constants of the graph.
     """
     compiler = aot_autograd(
         fw_compiler=compiled,
@@ -121,13 +115,11 @@ def while_compiling(given: Sequence[Any]) -> Iterator[None]:
     other threads call meanwhile would refuse to be traced.
     """
     session = getattr(torch.compiler, "_compile_session_context", nullcontext)
-    tensors = (value for value in given if isinstance(value, torch.Tensor))
-    devices = sorted({t.device.index for t in tensors if t.is_cuda})
     with (
         compile_lock,
         session(),
         _disable_current_modes(),
-        torch.random.fork_rng(devices=devices),
+        forked_generators(given),
     ):
         yield
 
@@ -140,10 +132,7 @@ def kernels_corrected(
 
     Dynamo creates the fake mode, and AOTAutograd traces with it; neither lets a backend
     choose another.
-
-    Args:
-        inputs: Fake tensors of the mode.
-        correct: Takes the mode, an operation, its arguments and the model's result.
+    `correct` takes the mode, an operation, its arguments and the model's result.
     """
     mode = detect_fake_mode(inputs)
     if mode is None:

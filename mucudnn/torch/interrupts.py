@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until what must not be cut in two is over."""
+"""Defer Ctrl-C during work that must not be left half done."""
 
 import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations: 25 us
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class DeferredInterrupt:
-    """A Ctrl-C (SIGINT) that is kept back; a second one is not.
+    """A Ctrl-C (SIGINT) that is deferred; a second one is handled at once.
 
     Python handles signals in the main thread: in others there is nothing to do.
     """
@@ -19,7 +19,7 @@ class DeferredInterrupt:
         self._came = False
 
     def begin(self) -> None:
-        """Keep it back from here on."""
+        """Defer Ctrl-C from here on."""
         if threading.current_thread() is threading.main_thread():
             handler = _signal.getsignal(_signal.SIGINT)
             if callable(handler):  # else the process ends, or ignores it
@@ -27,11 +27,7 @@ class DeferredInterrupt:
                 _signal.signal(_signal.SIGINT, self._defer)
 
     def end(self, note: str = "") -> None:
-        """Handle Ctrl-C as before, and now the one that came.
-
-        Args:
-            note: Added to what its handler raises.
-        """
+        """Restore the handler, and call it for a deferred Ctrl-C, with a note."""
         handler, self._handler = self._handler, None
         if handler is None:
             return
@@ -55,7 +51,7 @@ class DeferredInterrupt:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Have Ctrl-C wait until this is over."""
+    """Defer Ctrl-C until the block ends."""
     deferred = DeferredInterrupt()
     try:
         deferred.begin()

@@ -45,7 +45,6 @@ from mucudnn.torch.capture.fake_tensors import DatalessStep, KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.step import CapturedStep, capture_step
 from mucudnn.torch.capture.step_tensors import (
-    PLAIN,
     StepParts,
     StepSettings,
     scheduled_floats,
@@ -59,6 +58,7 @@ from mucudnn.torch.distributed.ranks import (
     check_mesh,
     on_ranks,
 )
+from mucudnn.torch.execution.devices import forked_generators
 from mucudnn.torch.optimizer_update import EagerUpdate, check_room
 from mucudnn.torch.plan import TorchPlan, UpdateBytes
 from mucudnn.torch.plan_program import (
@@ -67,7 +67,7 @@ from mucudnn.torch.plan_program import (
     least_budget,
     plan_program,
 )
-from mucudnn.torch.planning import Planner, parse_budget
+from mucudnn.torch.planning import Planner, parse_budget, too_small
 
 _CPU = "cpu"
 _SHARES = (1.0, 0.5, 0.3, 0.1, 0.0)
@@ -142,15 +142,7 @@ def memory(
 class MemoryStudy:
     """A training step on a device, under any budget and of any batch size.
 
-    Bytes are what `train_step` counts: everything but the batch.
-
-    Args:
-        step: The step, without data.
-        title: Name of the model.
-        device: Where it would run.
-        settings: How gradients are accumulated, scaled and clipped.
-        options: How it is planned; costs are the device's.
-        ranks: The devices that train together.
+    Bytes are what `train_step` counts: everything but the batch. `memory` makes it.
     """
 
     def __init__(
@@ -158,16 +150,15 @@ class MemoryStudy:
         step: DatalessStep,
         title: str,
         device: str,
-        settings: StepSettings = PLAIN,
-        options: PlanOptions | None = None,
-        ranks: Ranks = ONE,
+        settings: StepSettings,
+        options: PlanOptions,
+        ranks: Ranks,
     ) -> None:
         self._step = step
         self._ranks = ranks
         self._title = title
         self._device = device
         self._settings = settings
-        options = PlanOptions() if options is None else options
         figures = None if device == _CPU else get_device(device)
         self._options = replace(
             options,
@@ -265,11 +256,10 @@ class MemoryStudy:
         most = largest_batch_within(least_of, int(limit), start=start)
         if most == 0:
             least = least_of(1)
-            raise PlanningError(
+            raise too_small(
                 f"a batch of one needs {exact_bytes(least)}; the budget is "
                 f"{exact_bytes(int(limit))}",
-                short_by=least - int(limit),
-                least_bytes=least,
+                *(limit, least),
             )
         return most
 
@@ -425,8 +415,7 @@ class MemoryStudy:
         if self._usage is None:
             check_room(step.whole)
         of_name = step.wholes(parts.parameters)
-        gpus = sorted({p.device.index for p in of_name.values() if p.is_cuda})
-        with torch.random.fork_rng(devices=gpus):
+        with forked_generators(of_name.values()):
             update = EagerUpdate.of(
                 step.whole,
                 captured,
@@ -461,11 +450,9 @@ class MemoryStudy:
     def _request(
         self, step: LoweredStep, planner: Planner | None = None
     ) -> StepRequest:
-        """Return what a planner is asked, the caller's tensors without bytes.
+        """Return the request to plan the whole step, or one in parts.
 
-        Args:
-            step: The step.
-            planner: Plans the step in parts; by default the whole step.
+        The caller's tensors have no bytes.
         """
         planner = step.planner(self._options) if planner is None else planner
         graph, profile = planner.lowered.graph, planner.profile

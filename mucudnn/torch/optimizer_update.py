@@ -6,7 +6,6 @@ update needs the bytes that were measured: the budget has to hold both.
 """
 
 import copy
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,9 @@ from mucudnn.torch.capture.step import CapturedStep
 from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.costs.meters import meter_of
 from mucudnn.torch.execution.copies import host_bytes
+from mucudnn.torch.lowering.lowered import Layout
 from mucudnn.torch.plan import TorchPlan, UpdateBytes
+from mucudnn.torch.planning import too_small
 from mucudnn.torch.source_lines import bytes_in_storages, storage_of
 
 _PlannerT = TypeVar("_PlannerT")
@@ -42,7 +43,6 @@ class EagerUpdate:
     """The update of an optimizer that runs eagerly, behind planned passes.
 
     Attributes:
-        usage: Bytes that the optimizer needs.
         reason: Why the update is not captured.
         copied_bytes: Bytes of the copies of gradients that it needs.
         peak_bytes: The most that is in use during the update.
@@ -106,7 +106,7 @@ class EagerUpdate:
         gradients = values[end - len(names) : end]
         copied = copies_needed(gradients, [parts.parameters[name] for name in names])
         copied_bytes = sum(
-            rounded(gradient.numel() * gradient.element_size())
+            rounded(gradient.nbytes)
             for gradient, needed in zip(gradients, copied, strict=True)
             if needed
         )
@@ -120,10 +120,6 @@ class EagerUpdate:
         plan_passes: Callable[[float], tuple[_PlannerT, TorchPlan]],
     ) -> tuple[_PlannerT, TorchPlan]:
         """Plan the passes in what the optimizer leaves of a budget.
-
-        Args:
-            budget: Bytes for passes and update.
-            plan_passes: Plans the passes within so many bytes.
 
         Raises:
             PlanningError: The passes or the update do not fit; says what would do.
@@ -168,14 +164,12 @@ class EagerUpdate:
         )
 
     def _refusal(self, budget: float, least: int, node: str | None) -> PlanningError:
-        return PlanningError(
+        return too_small(
             f"the step does not fit into {exact_bytes(int(budget))}: its optimizer "
             f"updates eagerly ({self.reason}), which takes all gradients and "
             f"{exact_bytes(self.usage.peak)} more; the least budget that works is "
             f"{exact_bytes(least)}",
-            node=node,
-            short_by=0 if math.isinf(budget) else least - int(budget),
-            least_bytes=least,
+            *(budget, least, node),
         )
 
 
@@ -213,21 +207,18 @@ def measured_update(
         UnsupportedError: It cannot be copied, its update fails, or it needs more with
             every one.
     """
-    try:
-        return _Measured(optimizer, trained, foreach, closure=False).bytes()
-    except UnsupportedError:
-        raise
-    except Exception as first:  # of what kind is up to the optimizer
+    first: Exception | None = None
+    for closure in (False, True):
         try:
-            return _Measured(optimizer, trained, foreach, closure=True).bytes()
+            return _measured(optimizer, trained, foreach, closure=closure)
         except UnsupportedError:
             raise
-        except Exception:
-            kind = type(optimizer).__name__
-            raise UnsupportedError(
-                f"{kind}.step() fails on a copy of it, with "
-                f"{type(first).__name__}: {first}"
-            ) from first
+        except Exception as e:  # of what kind is up to the optimizer
+            first = first or e
+    raise UnsupportedError(
+        f"{type(optimizer).__name__}.step() fails on a copy of it, with "
+        f"{type(first).__name__}: {first}"
+    ) from first
 
 
 def check_room(optimizer: torch.optim.Optimizer) -> None:
@@ -239,7 +230,7 @@ def check_room(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedError: Says how much memory there is.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    needed = 3 * sum(_nbytes(p) for p in parameters if p.is_cpu or p.is_meta)
+    needed = 3 * sum(p.nbytes for p in parameters if p.is_cpu or p.is_meta)
     there = CpuDevice().available_bytes()
     if needed > there:
         raise UnsupportedError(
@@ -258,84 +249,70 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return bytes_in_storages(t for t in _tensors(optimizer) if storage_of(t) not in own)
 
 
-class _Measured:
-    """A copy of an optimizer whose updates are measured, with or without a closure."""
+def _measured(
+    optimizer: torch.optim.Optimizer,
+    trained: Collection[int],
+    foreach: bool | None,
+    *,
+    closure: bool,
+) -> UpdateBytes:
+    """Measure a few updates of a copy of an optimizer, with or without a closure."""
+    twin, copies = _copied(optimizer)
+    for group in twin.param_groups:
+        if "foreach" in group and group["foreach"] is None:
+            group["foreach"] = foreach
+    make_state(twin)
+    parameters = [copies[at] for at in trained if at in copies]
+    device = parameters[0].device
+    random = torch.Generator(device).manual_seed(0)
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        trained: Collection[int],
-        foreach: bool | None,
-        *,
-        closure: bool,
-    ) -> None:
-        self._twin, copies = _copied(optimizer)
-        for group in self._twin.param_groups:
-            if "foreach" in group and group["foreach"] is None:
-                group["foreach"] = foreach
-        make_state(self._twin)
-        self._trained = [copies[at] for at in trained if at in copies]
-        self._closure = closure
-        self._random = torch.Generator(self._trained[0].device).manual_seed(0)
-        self._meter = meter_of(self._trained[0].device)
-        self._before = state_bytes(self._twin)
+    def draw(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.normal_(0, _SMALL, generator=random)
 
-    def bytes(self) -> UpdateBytes:
-        """Return what a few updates needed."""
-        peak = 0
-        states = [self._before]
-        for _ in range(_UPDATES):
-            peak = max(peak, self._most(0) + states[-1])
-            states.append(state_bytes(self._twin))
-        persistent = states[-1]
-        if self._closure:
-            block = peak + (1 << 20)
-            persistent = max(persistent, states[-1] + self._most(block) - block)
-        more = _still_to_come(self._twin)
-        if states[-1] > states[-2] and not more:
-            raise UnsupportedError(
-                f"{type(self._twin).__name__} has {exact_bytes(states[-1])} of state "
-                f"after {_UPDATES} steps and had {exact_bytes(states[-2])} one step "
-                "before: no budget can be guaranteed while its state grows"
-            )
-        gradients = sum(map(_nbytes, self._trained)) if self._closure else 0
-        return UpdateBytes(
-            state=rounded(states[-1] + more),
-            persistent=rounded(persistent + more),
-            peak=rounded(max(peak + more - gradients, persistent + more)),
-            closure=self._closure,
-        )
-
-    def _most(self, block: int) -> int:
-        """Return the most bytes that one update has in use of what it allocates.
-
-        Args:
-            block: Bytes that its closure takes while there are no gradients.
-        """
-        return self._meter.most_bytes([lambda: self._prepared(block)])[0]
-
-    def _prepared(self, block: int) -> Callable[[], object]:
-        def draw(gradient: torch.Tensor) -> torch.Tensor:
-            return gradient.normal_(0, _SMALL, generator=self._random)
-
-        if not self._closure:
-            for parameter in self._trained:
-                parameter.grad = draw(_copied_tensor(parameter.detach()))
-            return lambda: self._twin.step()
-
-        def closure() -> torch.Tensor:
+    def prepared(block: int) -> Callable[[], object]:
+        def run_passes() -> torch.Tensor:
             """Return a loss, and make gradients, that a search finds no minimum of."""
-            for parameter in self._trained:
+            for parameter in parameters:
                 parameter.grad = None
-            taken = torch.empty(block, dtype=torch.uint8, device=self._random.device)
+            taken = torch.empty(block, dtype=torch.uint8, device=device)
             del taken
-            for parameter in self._trained:
+            for parameter in parameters:
                 parameter.grad = draw(torch.empty_like(parameter.detach()))
-            return torch.rand((), generator=self._random, device=self._random.device)
+            return torch.rand((), generator=random, device=device)
 
-        for parameter in self._trained:
-            parameter.grad = None
-        return lambda: self._twin.step(closure)
+        for parameter in parameters:
+            parameter.grad = (
+                None if closure else draw(_copied_tensor(parameter.detach()))
+            )
+        return lambda: twin.step(run_passes) if closure else twin.step()
+
+    def most_bytes(block: int) -> int:
+        """Return the most that an update allocates; passes have a block for a while."""
+        return meter_of(device).most_bytes([lambda: prepared(block)])[0]
+
+    peak = 0
+    states = [state_bytes(twin)]
+    for _ in range(_UPDATES):
+        peak = max(peak, most_bytes(0) + states[-1])
+        states.append(state_bytes(twin))
+    persistent = states[-1]
+    if closure:
+        block = peak + (1 << 20)
+        persistent = max(persistent, states[-1] + most_bytes(block) - block)
+    more = _still_to_come(twin)
+    if states[-1] > states[-2] and not more:
+        raise UnsupportedError(
+            f"{type(twin).__name__} has {exact_bytes(states[-1])} of state after "
+            f"{_UPDATES} steps and had {exact_bytes(states[-2])} one step before: no "
+            "budget can be guaranteed while its state grows"
+        )
+    gradients = sum(p.nbytes for p in parameters) if closure else 0
+    return UpdateBytes(
+        state=rounded(states[-1] + more),
+        persistent=rounded(persistent + more),
+        peak=rounded(max(peak + more - gradients, persistent + more)),
+        closure=closure,
+    )
 
 
 def _still_to_come(optimizer: torch.optim.Optimizer) -> int:
@@ -347,7 +324,7 @@ def _still_to_come(optimizer: torch.optim.Optimizer) -> int:
     size = int(group["history_size"])
     missing = 2 * (size - len(state.get("old_dirs") or ()))
     missing += _MOST_OF_A_SEARCH if group["line_search_fn"] else 0
-    flat = rounded(sum(map(_nbytes, group["params"])))
+    flat = rounded(sum(p.nbytes for p in group["params"]))
     return missing * flat + 2 * size * rounded(1)
 
 
@@ -393,15 +370,8 @@ def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor, on the CPU into memory that is not of PyTorch's allocator."""
     value = tensor.detach()
     if value.is_cpu or value.is_meta:
-        count = 1 + sum(
-            (size - 1) * step
-            for size, step in zip(value.shape, value.stride(), strict=True)
-        )
-        nbytes = count * value.element_size() if value.numel() else 0
-        storage = host_bytes(nbytes).untyped_storage()
-        made = torch.empty(0, dtype=value.dtype, device="cpu").set_(
-            storage, 0, value.shape, value.stride()
-        )
+        layout = replace(Layout.of(value), offset=0)
+        made = layout.view_of(host_bytes(layout.extent * value.itemsize))
     else:
         made = torch.empty_like(value)
     if not value.is_meta:
@@ -411,10 +381,6 @@ def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel() * tensor.element_size())
 
 
 # Running an update behind a planned forward and backward pass.

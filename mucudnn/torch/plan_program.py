@@ -11,7 +11,7 @@ binds one step, `backend` two halves, `memory` only reads the plan.
 
 import gc
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,7 +48,7 @@ from mucudnn.torch.lowering.lowered import Lowered
 from mucudnn.torch.optimizer_update import EagerUpdate
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_store import PlanCacheChoice, PlanStore, open_plans
-from mucudnn.torch.planning import Planner
+from mucudnn.torch.planning import Planner, too_small
 from mucudnn.torch.splitting.plan import SplitCandidates, split_candidates
 
 Face = Literal["train_step", "backend", "memory"]
@@ -60,11 +60,7 @@ class Refusal:
     """A combination of options that a face refuses.
 
     Attributes:
-        faces: Which faces refuse it.
-        options: Options that cannot be given together.
-        reason: Why not.
-        instead: What works.
-        unless: An option with which they can; empty if there is none.
+        unless: An option with which they can be combined; empty if there is none.
     """
 
     faces: tuple[Face, ...]
@@ -115,26 +111,6 @@ REFUSALS = (
 
 What only a graph or its device can tell is refused when it is captured or planned.
 """
-
-
-def check_combination(face: Face, given: Mapping[str, object]) -> None:
-    """Refuse options that a face cannot combine.
-
-    Args:
-        face: The function that was called.
-        given: Values of the options that differ from their defaults, by name.
-
-    Raises:
-        ValueError: They stand in `REFUSALS`.
-    """
-    for refusal in REFUSALS:
-        if (
-            face in refusal.faces
-            and given.keys() >= set(refusal.options)
-            and refusal.unless not in given
-        ):
-            found = " and ".join(f"{name}={given[name]!r}" for name in refusal.options)
-            raise ValueError(f"{found}: {refusal.reason}; {refusal.instead}")
 
 
 @dataclass(frozen=True)
@@ -197,8 +173,16 @@ class PlanOptions:
             "inductor": check_bool("inductor", inductor) or None,
             "tiers": tiers if choices else None,
         }
-        check_combination(face, {n: v for n, v in options.items() if v is not None})
-        # Steps of `train_step` run one at a time and share the room of what leaves.
+        given = {n: v for n, v in options.items() if v is not None}
+        for refusal in REFUSALS:
+            if (
+                face in refusal.faces
+                and given.keys() >= set(refusal.options)
+                and refusal.unless not in given
+            ):
+                words = " and ".join(f"{n}={given[n]!r}" for n in refusal.options)
+                raise ValueError(f"{words}: {refusal.reason}; {refusal.instead}")
+        # Steps of `train_step` run one at a time, so their plans share memory in tiers.
         shared = face == "train_step"
         return cls(
             plans=plans,
@@ -222,7 +206,7 @@ class LoweredStep:
         finish: Returns the graph, whole or split, with its updates in place.
         update: The update that the optimizer makes itself, behind the graph.
         compiled: Compiles the passes by Inductor, and returns the graph with their
-            kernels as nodes; told what was compiled before, and whether a tuner may
+            kernels as nodes, given what was compiled before, and whether a tuner may
             plan convolutions.
         planners: What plans it, by options: it is measured once, for all budgets.
         threads: How many threads compute it: autograd's has workspaces of its own.
@@ -266,13 +250,7 @@ class LoweredStep:
         parts: StepParts,
         update: EagerUpdate | None = None,
     ) -> "LoweredStep":
-        """Lower a captured training step.
-
-        Args:
-            captured: The step.
-            parts: Its parameters, buffers and state.
-            update: The optimizer's own update, if that is not captured.
-        """
+        """Lower a captured step; `update` is the optimizer's own, if not captured."""
 
         def phase_of(node: str) -> Phase:
             if node in captured.forward:
@@ -354,14 +332,12 @@ class LoweredStep:
                 raise
             least = e.least_bytes + held
             more = self._advise_reserved(options, least, held) if advise else ""
-            raise PlanningError(
+            message = (
                 f"the step does not fit into {exact_bytes(int(budget))}, of which "
                 f"{exact_bytes(held)} are cuBLAS's workspaces: the least budget that "
-                f"works is {exact_bytes(least)}{more}",
-                node=e.node,
-                short_by=least - int(budget),
-                least_bytes=least,
-            ) from None
+                f"works is {exact_bytes(least)}{more}"
+            )
+            raise too_small(message, budget, least, e.node) from None
         if device.type != "cuda":
             return planner, plan
         on_cuda = partial(replace, budget=budget, library_bytes=held, device=device)
@@ -606,7 +582,6 @@ class PlannedProgram:
 
     Attributes:
         lowered: The graph that was planned, with its convolutions as planned.
-        plan: The plan.
         copies: Copies to the tiers that it was planned for; None without tiers.
     """
 

@@ -4,7 +4,7 @@ The measurements of a graph are one entry of the store; they serve every budget.
 decision for one request is another entry: the residency of each tensor and the
 scheduler. The schedule is computed again from the decision, and used only if it equals,
 instruction by instruction, the schedule that was computed first. So a plan keeps its
-budget whatever became of an entry.
+budget even if an entry was damaged.
 
 Nodes and tensors are identified by their position in the graph, not by name.
 """
@@ -16,10 +16,11 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ from mucudnn.passes.scheduling import SCHEDULERS
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.plugins import installed_version
 from mucudnn.runtime.environment import USERS, Users
-from mucudnn.runtime.store.measurements import BenchmarkCache, default_path
+from mucudnn.runtime.store.measurements import BenchmarkCache, Entries, default_path
 from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lowered import Lowered
 
@@ -55,19 +56,6 @@ PlanCacheChoice = str | os.PathLike[str] | Users | None
 
 _FILE = "plans.sqlite"
 _PROFILE, _PLAN = "profile", "plan"
-
-
-class PlanEntries(Protocol):
-    """The methods of `mucudnn.runtime.store.measurements.Entries` that plans need."""
-
-    def get(self, kind: str, key: str) -> Any | None:
-        """Return the value of a key, or None."""
-
-    def put(self, kind: str, key: str, value: Any) -> None:
-        """Store a value."""
-
-    def refuse(self, kind: str, key: str, reason: str) -> None:
-        """Warn that an entry is not used."""
 
 
 def refuse_fronts(profile: Profile) -> None:
@@ -92,13 +80,9 @@ def open_plans(choice: PlanCacheChoice) -> "PlanStore":
 
 
 class PlanStore:
-    """Measures and plans what is not in a store.
+    """Measures and plans what is not in a store, if there is one."""
 
-    Args:
-        entries: The store; None remembers nothing.
-    """
-
-    def __init__(self, entries: PlanEntries | None = None) -> None:
+    def __init__(self, entries: Entries | None = None) -> None:
         self._entries = entries
 
     def profile(
@@ -170,7 +154,7 @@ class PlanStore:
     ) -> str | None:
         """Return a hash of all that a measurement, or a plan, depends on.
 
-        Returns None if that cannot be told.
+        Returns None if a part of it has no name that identifies it.
         """
         if self._entries is None:
             return None
@@ -183,7 +167,7 @@ class PlanStore:
         # Measurements depend on the machine, plans on it by their profile only.
         if request is None:
             return digest_of([*parts, surroundings_of(lowered)])
-        # A function, or given plans, cannot be told by a name.
+        # Functions and given plans have no name that identifies them.
         if not isinstance(request.policy, str) or request.plans is not None:
             return None
         hosted = request.hosted
@@ -240,36 +224,33 @@ def profile_from(data: object, places: "Places") -> Profile:
     """
     found = members_of("profile", data, _PROFILE_MEMBERS)
     times, exchanges, workspaces, fronts, out, back, share, overhead = found
-    node_ms = [_amount("node_ms", t, LONGEST_MS) for t in list_of("node_ms", times)]
-    if len(node_ms) != len(places.nodes):
-        raise ValueError(f"node_ms: {len(node_ms)} times for {len(places.nodes)} nodes")
-    network_ms = list_of("network_ms", exchanges)
-    if len(network_ms) != len(places.nodes):
-        raise ValueError(f"network_ms: {len(network_ms)} for {len(places.nodes)} nodes")
-    sizes = list_of("workspaces", workspaces)
-    if len(sizes) != len(places.nodes):
-        raise ValueError(f"workspaces: {len(sizes)} for {len(places.nodes)} nodes")
+
+    def of_nodes(
+        where: str, values: object, read: Callable[[str, object], Any]
+    ) -> dict[str, Any]:
+        """Decode a value for each node; None stands for no value."""
+        rows = list_of(where, values)
+        if len(rows) != len(places.nodes):
+            raise ValueError(f"{where}: {len(rows)} for {len(places.nodes)} nodes")
+        pairs = zip(places.nodes, rows, strict=True)
+        return {name: read(where, row) for name, row in pairs if row is not None}
+
+    node_ms = of_nodes("node_ms", times, _time)
+    if len(node_ms) < len(places.nodes):
+        raise ValueError("node_ms: a node has no time")
     pairs = [_pair("fronts", row) for row in list_of("fronts", fronts)]
     plans = {_at("fronts", i, places.nodes): front for i, front in pairs}
     if len(plans) < len(pairs):
         raise ValueError("fronts: a place is named twice")
     return Profile(
-        node_ms=dict(zip(places.nodes, node_ms, strict=True)),
-        network_ms={
-            name: _amount("network_ms", ms, LONGEST_MS)
-            for name, ms in zip(places.nodes, network_ms, strict=True)
-            if ms is not None
-        },
-        workspaces={
-            name: _bytes("workspaces", size)
-            for name, size in zip(places.nodes, sizes, strict=True)
-            if size is not None
-        },
+        node_ms=node_ms,
+        network_ms=of_nodes("network_ms", exchanges, _time),
+        workspaces=of_nodes("workspaces", workspaces, _bytes),
         fronts={name: _front(front) for name, front in plans.items()},
         out_bytes_per_ms=_amount("out_bytes_per_ms", out, _FASTEST, _SLOWEST),
         in_bytes_per_ms=_amount("in_bytes_per_ms", back, _FASTEST, _SLOWEST),
         copy_share=_amount("copy_share", share, _LARGEST_SHARE),
-        copy_overhead_ms=_amount("copy_overhead_ms", overhead, LONGEST_MS),
+        copy_overhead_ms=_time("copy_overhead_ms", overhead),
     )
 
 
@@ -279,7 +260,7 @@ def _front(rows: object) -> tuple[ConvPlan, ...]:
         decode_fields("plan", ConvPlan, plan) for plan in list_of("fronts", rows)
     )
     for plan in front:
-        _amount("fronts", plan.time_ms, LONGEST_MS)
+        _time("fronts", plan.time_ms)
         _bytes("fronts", plan.workspace)
     for less, more in pairwise(front):
         if less.workspace >= more.workspace or less.time_ms <= more.time_ms:
@@ -365,6 +346,9 @@ def _amount(where: str, value: object, most: float, least: float = 0.0) -> float
     return found
 
 
+_time = partial(_amount, most=LONGEST_MS)
+
+
 def _bytes(where: str, value: object) -> int:
     _amount(where, found := decode(where, int, value), _MOST_BYTES)
     return int(found)
@@ -385,24 +369,21 @@ class Unnameable(ValueError):  # noqa: N818  (it is a finding, not a mistake)
 
 
 class Places:
-    """Positions of the tensors and nodes of a graph."""
+    """Positions of the tensors and nodes of a graph.
+
+    Attributes:
+        tensors: Names of all tensors.
+        nodes: Names of all nodes.
+        tensor: Returns the position of a tensor; of a copy, with its suffix. It returns
+            the name itself if there is no such tensor.
+        node: Returns the position of a node in the same way.
+    """
 
     def __init__(self, lowered: Lowered) -> None:
         self.tensors = tuple(lowered.graph.tensors)
         self.nodes = tuple(node.name for node in lowered.graph.nodes)
-        self._tensor = {name: i for i, name in enumerate(self.tensors)}
-        self._node = {name: i for i, name in enumerate(self.nodes)}
-
-    def tensor(self, name: str) -> int | str:
-        """Return the position of a tensor; of a copy, with its suffix.
-
-        Returns the name itself if there is no such tensor.
-        """
-        return _place(self._tensor, name)
-
-    def node(self, name: str) -> int | str:
-        """Return the position of a node; see `tensor`."""
-        return _place(self._node, name)
+        self.tensor = partial(_place, {n: i for i, n in enumerate(self.tensors)})
+        self.node = partial(_place, {n: i for i, n in enumerate(self.nodes)})
 
 
 def _place(places: Mapping[str, int], name: str) -> int | str:

@@ -49,13 +49,20 @@ def parse_budget(budget: float | str | None) -> float:
     return number if math.isinf(number) else parse_bytes(int(budget))
 
 
+def too_small(
+    message: str, budget: float, least: int, node: str | None = None
+) -> PlanningError:
+    """Return the error of a budget that is too small, given the least that works."""
+    short_by = 0 if math.isinf(budget) else least - int(budget)
+    return PlanningError(message, node=node, short_by=short_by, least_bytes=least)
+
+
 @dataclass(frozen=True)
 class Planner:
     """A lowered graph with its costs, which is planned under any budget.
 
     Attributes:
         lowered: The graph, with its updates in place.
-        profile: Its costs.
         caller_inputs: Inputs that the caller holds: no budget counts them.
         offload_state: Whether the other inputs may be host-resident.
         tiers: Offload targets; none for unlimited host memory.
@@ -85,11 +92,7 @@ class Planner:
     def plan(
         self, budget: float = math.inf, plans: PlanStore | None = None
     ) -> TorchPlan:
-        """Plan the graph within a budget of bytes.
-
-        Args:
-            budget: Without what the caller holds.
-            plans: Remembered plans; None plans anew.
+        """Plan the graph within a budget of bytes, which leaves out the caller's.
 
         Raises:
             PlanningError: It cannot fit; says the least budget that works.
@@ -103,14 +106,12 @@ class Planner:
             if e.least_bytes is None:
                 raise
             least = e.least_bytes - self.caller_bytes
-            raise PlanningError(
+            message = (
                 f"the step does not fit into {exact_bytes(int(budget))}: node "
                 f"{e.node!r} needs more; the least budget that works is "
-                f"{exact_bytes(least)}",
-                node=e.node,
-                short_by=least - int(budget),
-                least_bytes=least,
-            ) from None
+                f"{exact_bytes(least)}"
+            )
+            raise too_small(message, budget, least, e.node) from None
         return self.describe(plan, budget)
 
     def plan_request(
@@ -142,7 +143,7 @@ class Planner:
         return minimum_budget(self.request(0)) - self.caller_bytes
 
     def request(self, budget: float = math.inf) -> StepRequest:
-        """Return what the planner is asked for a budget."""
+        """Return the request to plan the graph within a budget."""
         graph = self.lowered.graph
         if self.offload_state:
             # Inputs of the caller, constants and small inputs stay where they are.

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType, TracebackType
 
 import torch
@@ -53,28 +54,21 @@ def line_of_function(code: CodeType) -> str:
 def line_of_traceback(traceback: TracebackType | None) -> str:
     """Return the last user line of a traceback: " (FILE:LINE, in FUNCTION)", or ""."""
     found = ""
-    while traceback is not None:
-        found = _line_of_frame(traceback.tb_frame, traceback.tb_lineno) or found
-        traceback = traceback.tb_next
+    for frame, line in walk_tb(traceback):
+        found = _line_of_frame(frame, line) or found
     return found
 
 
 def is_raised_by_user(error: BaseException) -> bool:
     """Return whether an error was raised by a line of the user's own code."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is None or _is_user_file(traceback.tb_frame.f_code.co_filename)
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return not frames or _is_user_file(frames[-1].f_code.co_filename)
 
 
 def line_now() -> str:
     """Return the innermost user line that is running, or ""."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if found := _line_of_frame(frame, frame.f_lineno):
-            return found
-        frame = frame.f_back
-    return ""
+    lines = (_line_of_frame(*where) for where in walk_stack(sys._getframe(1)))
+    return next(filter(None, lines), "")
 
 
 def line_of_stack(stack: str | None) -> str:
@@ -93,9 +87,7 @@ def _line_of_frame(frame: FrameType, line: int) -> str:
 
 
 def _is_user_file(file: str) -> bool:
-    if file.startswith("<"):
-        return False
-    if file.startswith((_PACKAGE, _TORCH)):
+    if file.startswith(("<", _PACKAGE, _TORCH)):
         return False
     return not file.startswith(_STANDARD) or "site-packages" in file
 

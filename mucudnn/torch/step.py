@@ -63,14 +63,13 @@ from mucudnn.torch.distributed.sharding import (
 )
 from mucudnn.torch.distributed.step_ranks import (
     StepRanks,
-    check_ranks_options,
     inner_model,
     sharding_of_step,
 )
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
-from mucudnn.torch.execution.cuda_memory import ReservedGrowth
-from mucudnn.torch.execution.devices import check_devices
+from mucudnn.torch.execution.cuda_memory import watching_reserved
+from mucudnn.torch.execution.devices import check_devices, forked_generators
 from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 from mucudnn.torch.optimizer_update import EagerUpdate, own_update, state_bytes
@@ -94,8 +93,6 @@ class PlannedStep:
 
     Attributes:
         key: Identifies the graph, see `graph_key`.
-        plan: The plan.
-        bound: The program.
         constants: Constant tensors of the graph, whose identity is part of the key.
     """
 
@@ -315,7 +312,13 @@ def train_step(
             "verify": verify,
             "fallback": fallback != "refuse" and fallback,
         }
-        check_ranks_options(given)
+        for name, value in given.items():
+            if value:
+                raise UnsupportedError(
+                    f"{name}={value!r} is not supported for a model of several ranks; "
+                    "without it, activations are kept, offloaded or recomputed, and "
+                    "parameters kept or gathered again, within the budget of each rank"
+                )
         options = replace(options, alone=sharding.size == 1)
     elif ranks > 1:
         warnings.warn(
@@ -341,22 +344,7 @@ def train_step(
 
 
 class TrainStep:
-    """A planned training step of one model, loss and optimizer; see `train_step`.
-
-    Args:
-        model: The model to train.
-        loss_fn: The loss.
-        optimizer: The optimizer.
-        budget: Bytes, infinity for no limit; ignored with an automatic budget.
-        options: How steps are planned.
-        settings: How gradients are made, clipped and scaled.
-        max_plans: Number of plans to keep.
-        fallback: "refuse" or "eager".
-        verify: Steps between two comparisons with eager mode; None compares nothing.
-        exact: Whether results must equal eager mode's bit for bit when compared.
-        automatic: A budget that depends on the step or on the device.
-        sharding: The ranks that make the step together, if there are several.
-    """
+    """A planned training step of one model, loss and optimizer; see `train_step`."""
 
     def __init__(
         self,
@@ -490,15 +478,13 @@ class TrainStep:
             RuntimeError: No batch was seen yet (`prepare` plans without a step), or all
                 steps ran in eager mode.
         """
-        if self._last is None and self._steps:
+        if self._last is None:
             raise RuntimeError(
                 "all steps so far ran in eager mode, as a warning said, and have no "
                 "plan"
-            )
-        if self._last is None:
-            raise RuntimeError(
-                "nothing is planned before the first batch; "
-                "prepare(*batch) plans for one"
+                if self._steps
+                else "nothing is planned before the first batch; prepare(*batch) plans "
+                "for one"
             )
         return self._last.plan
 
@@ -518,7 +504,7 @@ class TrainStep:
         self._last = variant.planned
         stored = [given[i] for i in captured.stored]
         if captured.gradients is not None:
-            loss, *flat = self._with_own_update(variant, batch, given)
+            loss, *flat = self._with_own_update(variant, given)
         else:
             loss, *flat = variant.planned.bound.run(given, self._commit)
             self._optimizer._opt_called = True  # what schedulers look for
@@ -537,7 +523,7 @@ class TrainStep:
         return loss if extras is None else (loss, extras)
 
     def _with_own_update(
-        self, variant: Variant, batch: Batch, given: list[torch.Tensor]
+        self, variant: Variant, given: list[torch.Tensor]
     ) -> list[Any]:
         """Run the planned passes, then the optimizer's own step."""
         names = variant.captured.gradients or ()
@@ -570,10 +556,6 @@ class TrainStep:
 
         If the update cannot be recorded, the optimizer makes it itself from then on.
 
-        Args:
-            batch: The batch.
-            reason: Why no earlier capture can be used.
-
         Raises:
             UnsoundCaptureError: The capture is valid for one run only, and so were the
                 ones before it, so that eager mode is the better way.
@@ -597,7 +579,7 @@ class TrainStep:
             given = [*live.tensors(), *batch.tensors]
             check_devices(given)
             try:
-                with exclusive_capture(), _same_numbers(given):
+                with exclusive_capture(), forked_generators(given):
                     captured, planned = self._plan(live, batch)
             except PlanningError:
                 raise
@@ -729,10 +711,10 @@ class TrainStep:
                     raise
                 schedule = program.plan.plan.schedule
                 bound = bind_step(program.lowered, schedule, program.copies)
-                plan = replace(program.plan, source=bound.source)
+                plan = replace(program.plan, source=bound.segment.source)
                 if plan.device is not None:
                     report = partial(self._warn_if_reserved, plan)
-                    run = ReservedGrowth(plan.device, report).watched(bound.segment.run)
+                    run = watching_reserved(plan.device, report)(bound.segment.run)
                     bound = replace(bound, segment=replace(bound.segment, run=run))
                 found = PlannedStep(key, plan, bound, step.reads.constants)
                 self._compilations += self._options.compiled.count > before
@@ -864,7 +846,7 @@ class TrainStep:
         if self._fits is not None:
             return self._fits
         own = EagerUpdate.of(self._optimizer, captured, live.parts, self._update_reason)
-        with _same_numbers(live.tensors()):
+        with forked_generators(live.tensors()):
             step = LoweredStep.of_captured(captured, live.parts, own)
             plan = plan_program(step, self._options).plan
         # Eager mode keeps all gradients, and copies of them for a fused update.
@@ -894,13 +876,6 @@ class TrainStep:
 
 def _place(read: Read) -> Any:
     return read.kind, id(read.holder), read.key
-
-
-def _same_numbers(given: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-    """Have the step draw again what is drawn while it is measured."""
-    devices = {t.device.index for t in given if t.is_cuda}
-    fork: AbstractContextManager[None] = torch.random.fork_rng(devices=sorted(devices))
-    return fork
 
 
 def _checked_overlaps(
@@ -1000,12 +975,7 @@ class PlannedSteps:
         return next(found, None)
 
     def add(self, variant: Variant, reason: str) -> None:
-        """Keep a capture; drop the plan that was not used for the longest time.
-
-        Args:
-            variant: The capture.
-            reason: Why none of the others could be used.
-        """
+        """Keep a capture, needed for a reason; drop the least recently used plan."""
         self._variants.insert(0, variant)
         plans = list(dict.fromkeys(v.planned.key for v in self._variants))
         if len(plans) > self._most:

@@ -23,7 +23,7 @@ from mucudnn.errors import VerificationError
 from mucudnn.torch.capture.python_state import is_alike
 from mucudnn.torch.capture.step_tensors import Batch, StepSettings, root_of
 from mucudnn.torch.eager_step import run_eager_step
-from mucudnn.torch.execution.devices import DEVICES
+from mucudnn.torch.execution.devices import DEVICES, forked_generators
 
 _ROUNDING = {
     torch.float64: 1e-13,
@@ -98,8 +98,7 @@ class VerifiedStep:
         self, kept: "_Kept", perturbed: Sequence[torch.Tensor] = ()
     ) -> dict[str, Any]:
         """Run the step in eager mode, put back what it changed; return its results."""
-        devices = {t.device.index for t in kept.tensors if t.is_cuda}
-        with torch.random.fork_rng(devices=sorted(devices)):
+        with forked_generators(kept.tensors):
             try:
                 _perturb(perturbed)
                 result = run_eager_step(

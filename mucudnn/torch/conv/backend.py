@@ -101,8 +101,8 @@ class _NativeKernel:
 
 def _native_kernel(problem: ConvProblem, workers: int) -> _NativeKernel:
     """Return PyTorch's kernel of a problem."""
-    forward = overrides("CPU").native_forward
-    backward = overrides("CPU").native_backward
+    forward = overrides().native_forward
+    backward = overrides().native_backward
     options = (  # as the operators' schemas order them
         list(problem.stride),
         list(problem.padding),
@@ -112,22 +112,19 @@ def _native_kernel(problem: ConvProblem, workers: int) -> _NativeKernel:
         problem.groups,
     )
 
-    def compute_output(x: Any, w: Any, y: Any) -> Any:
-        return forward(x, w, None, *options)
-
-    def compute_input_gradient(dy: Any, w: Any, dx: Any) -> Any:
-        return backward(dy, dx, w, None, *options, [True, False, False])[0]
-
-    def compute_filter_gradient(x: Any, dy: Any, dw: Any) -> Any:
-        return backward(dy, x, dw, None, *options, [False, True, False])[1]
-
     match problem.direction:
         case Direction.FORWARD:
-            return _NativeKernel(compute_output)
+            return _NativeKernel(lambda x, w, y: forward(x, w, None, *options))
         case Direction.BACKWARD_DATA:
-            return _NativeKernel(compute_input_gradient)
+            mask = [True, False, False]
+            return _NativeKernel(
+                lambda dy, w, dx: backward(dy, dx, w, None, *options, mask)[0]
+            )
         case Direction.BACKWARD_FILTER:
-            return _NativeKernel(compute_filter_gradient)
+            mask = [False, True, False]
+            return _NativeKernel(
+                lambda x, dy, dw: backward(dy, x, dw, None, *options, mask)[1]
+            )
 
 
 ALGORITHM = Algorithm(TORCH, _native_kernel, notes=("workspace_not_counted",))
@@ -140,6 +137,9 @@ ALGORITHM = Algorithm(TORCH, _native_kernel, notes=("workspace_not_counted",))
 # `torch.func` and in most compiled graphs. The dispatcher's table belongs to the
 # process, so an override serves all threads, including those that run backward.
 
+
+_KEY = "CPU"
+"""Dispatch key of the kernels that are overridden."""
 
 _NOBODYS_KEY = torch._C.DispatchKey.PrivateUse3
 """Key of a backend that does not exist, which dispatches to the shared kernels."""
@@ -181,7 +181,7 @@ class Convolver(Protocol):
 
 
 class Overrides:
-    """The overrides of one dispatch key, of which the last added one serves.
+    """The overrides of kernels on the CPU, of which the last added one serves.
 
     Without any, PyTorch's table is unchanged. PyTorch's own kernels are the same for
     all backends, so they are called by the key of a backend that nobody overrides. That
@@ -197,10 +197,9 @@ class Overrides:
         BackendUnavailableError: Another library has kernels of its own in the table.
     """
 
-    def __init__(self, key: str) -> None:
-        self._key = key
-        self.native_forward = _forward_of(_shared_kernel("convolution", key))
-        self.native_backward = _shared_kernel("convolution_backward", key)
+    def __init__(self) -> None:
+        self.native_forward = _forward_of(_shared_kernel("convolution"))
+        self.native_backward = _shared_kernel("convolution_backward")
         self._serving: list[Convolver] = []
         self._library: Any = None
         self._lock = PerProcess(threading.RLock)
@@ -229,21 +228,17 @@ class Overrides:
         """Register the last override itself: an indirection costs every call 1 µs."""
         before, self._library = self._library, None
         if self._serving:
-            self._library = self._installed(self._serving[-1])
+            last = self._serving[-1]
+            self._library = library = torch.library.Library("aten", "IMPL")
+            with warnings.catch_warnings():  # that it replaces a kernel is intended
+                warnings.simplefilter("ignore")
+                for name, function in (
+                    ("convolution", last.forward),
+                    ("convolution_backward", last.backward),
+                ):
+                    library.impl(name, function, _KEY, allow_override=True)
         if before is not None:
             before._destroy()
-
-    def _installed(self, convolver: Convolver) -> Any:
-        """Register an override in the dispatcher; return what undoes it."""
-        library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():  # that it replaces a kernel is intended
-            warnings.simplefilter("ignore")
-            for name, function in (
-                ("convolution", convolver.forward),
-                ("convolution_backward", convolver.backward),
-            ):
-                library.impl(name, function, self._key, allow_override=True)
-        return library
 
 
 def _forward_of(shared: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,18 +257,16 @@ def _forward_of(shared: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _shared_kernel(name: str, key: str) -> Callable[..., Any]:
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+def _shared_kernel(name: str) -> Callable[..., Any]:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY):
         raise BackendUnavailableError(
             f"another library has replaced PyTorch's kernel for aten::{name} on "
-            f"{key}; mucudnn cannot replace it as well"
+            f"{_KEY}; mucudnn cannot replace it as well"
         )
     operator = getattr(torch.ops.aten, name).default
     keys = torch._C.DispatchKeySet(_NOBODYS_KEY)
     return functools.partial(operator._handle.redispatch_boxed, keys)
 
 
-@functools.cache
-def overrides(key: str) -> Overrides:
-    """Return the process's overrides of a dispatch key such as `CPU`."""
-    return Overrides(key)
+overrides = functools.cache(Overrides)
+"""Returns the overrides of the process."""

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from mucudnn.errors import MucudnnError
 from mucudnn.processes import PerProcess
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.backend import check_tuner, cpu_backend, overrides, untraced
@@ -76,7 +77,7 @@ class Convolutions(ContextDecorator):
 
     def __init__(self, tuner: Tuner) -> None:
         self.tuner = tuner
-        self._overrides = overrides("CPU")
+        self._overrides = overrides()
         self._native_forward = self._overrides.native_forward
         self._native_backward = self._overrides.native_backward
         self._preparer = CallPreparer(tuner)
@@ -202,7 +203,12 @@ class Convolutions(ContextDecorator):
         """Prepare a call, in one thread at a time: measurements must run alone."""
         with self._lock.value:
             if (call := known.get(key)) is None:
-                call = known[key] = prepare()
+                try:
+                    call = prepare()
+                except (MucudnnError, ValueError, RuntimeError) as e:
+                    why = str(e).splitlines()[0] if str(e) else type(e).__name__
+                    call = PreparedCall(None, why)
+                known[key] = call
             return call
 
 

@@ -18,7 +18,7 @@ import torch
 from mucudnn.backends.base import Backend
 from mucudnn.backends.device import Buffer
 from mucudnn.errors import MucudnnError
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction, PerfTable
 from mucudnn.ir.graph import Node
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.microbatch import pareto_plans
@@ -28,11 +28,11 @@ from mucudnn.runtime.tuning.timing import StoppingRule, measure, measure_togethe
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.backend import TORCH, check_tuner
 from mucudnn.torch.conv.kernels import (
-    Backward,
-    Forward,
     Geometry,
     Kernel,
-    Role,
+    is_native,
+    planned_backward,
+    planned_forward,
     result_form,
 )
 from mucudnn.torch.costs.measure import evaluate
@@ -53,11 +53,7 @@ _MOST = 8
 
 @dataclass(frozen=True)
 class ConvolutionChoice:
-    """Source of algorithms for a step's convolutions: PyTorch's, or a tuner's.
-
-    Attributes:
-        tuner: Measures candidates; None to run all by PyTorch's kernels.
-    """
+    """Source of algorithms for a step's convolutions: PyTorch's, or a tuner's."""
 
     tuner: Tuner | None = None
 
@@ -299,10 +295,10 @@ _FORWARD = torch.ops.aten.convolution.default
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
-_ROLES: dict[Any, Role] = {
-    (0,): Role.INPUT_GRADIENT,
-    (1,): Role.FILTER_GRADIENT,
-    (1, 2): Role.FILTER_GRADIENT,
+_ROLES: dict[Any, Direction] = {
+    (0,): Direction.BACKWARD_DATA,
+    (1,): Direction.BACKWARD_FILTER,
+    (1, 2): Direction.BACKWARD_FILTER,
 }
 """Results of a backward node -> role of its kernel; a bias's gradient is added."""
 
@@ -315,15 +311,14 @@ class ConvolutionNode:
         call: The node's call of PyTorch's kernel.
         operands: Layouts of its operands.
         results: Layouts of its results.
-        role: The result that it computes.
+        role: The result that it computes, as of a convolution that is not transposed.
         problem: The problem that is measured and planned.
-        transposed: Whether the convolution is transposed.
     """
 
     call: Call
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
-    role: Role
+    role: Direction
     problem: ConvProblem
     transposed: bool
 
@@ -335,7 +330,7 @@ class ConvolutionNode:
         if any(layout.device.type != "cpu" for layout in layouts):
             return None
         if call.function is _FORWARD:
-            role, (x, w, b), options = Role.OUTPUT, call.args[:3], call.args[3:]
+            role, (x, w, b), options = Direction.FORWARD, call.args[:3], call.args[3:]
             sizes = list(layouts[b.index].shape) if isinstance(b, Operand) else None
         elif call.function is _BACKWARD and call.results in _ROLES:
             role = _ROLES[call.results]
@@ -377,45 +372,37 @@ class ConvolutionNode:
         """
         if plan.problem != self.problem:
             return False
-        if is_native(plan):
-            return True
-        for step in plan.steps:
-            offered = dict(backend.conv.algorithms(self.problem.with_batch(step.batch)))
-            if offered.get(step.algo, math.inf) > plan.workspace + self.result_bytes:
-                return False
-        return True
+        needed = 0 if is_native(plan) else self._workspace(backend, plan)
+        return needed <= plan.workspace + self.result_bytes
 
     def bound(self, backend: Backend, plan: ConvPlan) -> Call:
         """Return the node's call by a plan."""
         if is_native(plan):
             return self.call
-        nbytes = 0
+        nbytes = int(self._workspace(backend, plan))
+        kernel = Kernel(backend.bind(plan), nbytes, _allocated)
+        return replace(self.call, function=self._function(kernel))
+
+    def _workspace(self, backend: Backend, plan: ConvPlan) -> float:
+        """Return the bytes that a plan needs; infinity if it is not offered."""
+        found = []
         for step in plan.steps:
             offered = dict(backend.conv.algorithms(self.problem.with_batch(step.batch)))
-            nbytes = max(nbytes, offered[step.algo])
-        kernel = Kernel(self.role, backend.bind(plan), nbytes, _workspace)
-        return replace(self.call, function=self._function(kernel))
+            found.append(offered.get(step.algo, math.inf))
+        return max(found)
 
     def _function(self, kernel: Kernel) -> Callable[..., Any]:
         """Return a function with the signature of PyTorch's operator."""
-        if self.role is Role.OUTPUT:
+        if self.role is Direction.FORWARD:
             biased = isinstance(self.call.args[2], Operand)
-            forward = Forward(kernel, biased, len(self.problem.x_shape))
+            forward = planned_forward(kernel, biased, len(self.problem.x_shape))
             return lambda x, w, b, *options: forward(x, w, b)
         kernels: Sequence[Kernel | None] = [kernel, None]
-        if self.role is Role.FILTER_GRADIENT:
+        if self.role is Direction.BACKWARD_FILTER:
             kernels = [None, kernel]
-        backward = Backward(kernels, self.transposed, self.call.args[-1])
-
-        def native(mask: Sequence[bool]) -> Any:
-            raise AssertionError(f"no gradient is PyTorch's here, {mask} was asked for")
-
-        return lambda gy, x, w, *options: backward(native, gy, x, w)
-
-
-def is_native(plan: ConvPlan) -> bool:
-    """Return whether a plan is PyTorch's kernel for the whole batch."""
-    return not plan.divided and plan.steps[0].algo == TORCH
+        backward = planned_backward(kernels, self.transposed, self.call.args[-1])
+        # No gradient is PyTorch's here.
+        return lambda gy, x, w, *options: backward(None, gy, x, w)
 
 
 def with_plans(
@@ -433,7 +420,7 @@ def with_plans(
     return replace(lowered, planned=found)
 
 
-def _workspace(nbytes: int) -> Buffer | None:
+def _allocated(nbytes: int) -> Buffer | None:
     if not nbytes:
         return None
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()

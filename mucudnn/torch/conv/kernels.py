@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -10,21 +9,13 @@ import torch
 from mucudnn.backends.base import Runner
 from mucudnn.backends.device import Buffer
 from mucudnn.errors import MucudnnError
-from mucudnn.ir.conv import ConvProblem, Direction
+from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.runtime.tuning.bound_plan import Arena
 from mucudnn.runtime.tuning.timing import measure_together
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch.conv.backend import TORCH
 
 Run = Callable[..., Any]
-
-
-class Role(Enum):
-    """The result that one kernel computes for PyTorch."""
-
-    OUTPUT = auto()
-    INPUT_GRADIENT = auto()
-    FILTER_GRADIENT = auto()
 
 
 # Calls of PyTorch's convolutions, prepared once.
@@ -71,7 +62,10 @@ class PreparedCall:
 
 
 class CallPreparer:
-    """Plans calls, and accepts a plan of ours only if it is faster than PyTorch."""
+    """Plans calls, and accepts a plan of ours only if it is faster than PyTorch.
+
+    Its errors are reasons to leave a call to PyTorch.
+    """
 
     def __init__(self, tuner: Tuner) -> None:
         self._tuner = tuner
@@ -82,48 +76,42 @@ class CallPreparer:
     ) -> PreparedCall:
         """Prepare a call of `aten::convolution`; `native` runs PyTorch's kernel."""
         sizes = None if b is None else list(b.shape)
-        try:
-            geometry = Geometry.of(x, w, sizes, options)
-            shape = geometry.result_shape(x, w)
-            if b is not None:
-                _check("bias", b, shape[1:2], x.dtype)
-            kernel = self._kernel(geometry, Role.OUTPUT, x, w)
-        except (MucudnnError, ValueError, RuntimeError) as e:
-            return PreparedCall(None, _reason(e))
+        geometry = Geometry.of(x, w, sizes, options)
+        shape = geometry.result_shape(x, w)
+        if b is not None:
+            _check("bias", b, shape[1:2], x.dtype)
+        kernel = self._kernel(geometry, Direction.FORWARD, x, w)
         if kernel is None:
             return PreparedCall(None)
-        ours = Forward(kernel, b is not None, x.dim())
+        ours = planned_forward(kernel, b is not None, x.dim())
         return self._faster(ours, [kernel], native, (x, w, b))
 
     def backward(
         self, native: Run, gy: Any, x: Any, w: Any, sizes: Any, options: Any, mask: Any
     ) -> PreparedCall:
         """Prepare a call of `aten::convolution_backward`; `native` takes the mask."""
-        roles = (Role.INPUT_GRADIENT, Role.FILTER_GRADIENT)
-        try:
-            geometry = Geometry.of(x, w, sizes, options)
-            _check("gradient", gy, geometry.result_shape(x, w), x.dtype)
-            kernels = [
-                self._kernel(geometry, role, x, w) if wanted else None
-                for role, wanted in zip(roles, mask, strict=False)
-            ]
-        except (MucudnnError, ValueError, RuntimeError) as e:
-            return PreparedCall(None, _reason(e))
+        roles = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER)
+        geometry = Geometry.of(x, w, sizes, options)
+        _check("gradient", gy, geometry.result_shape(x, w), x.dtype)
+        kernels = [
+            self._kernel(geometry, role, x, w) if wanted else None
+            for role, wanted in zip(roles, mask, strict=False)
+        ]
         mine = [kernel for kernel in kernels if kernel is not None]
         if not mine:
             return PreparedCall(None)
-        ours = Backward(kernels, geometry.transposed, mask)
+        ours = planned_backward(kernels, geometry.transposed, mask)
         return self._faster(ours, mine, lambda: native(mask), (native, gy, x, w))
 
     def _kernel(
-        self, geometry: "Geometry", role: Role, x: Any, w: Any
+        self, geometry: "Geometry", role: Direction, x: Any, w: Any
     ) -> "Kernel | None":
         """Return a planned kernel of ours; None if the plan is PyTorch's own."""
         (plan,) = self._tuner.plan([geometry.problem(role, x, w)])
-        if not plan.divided and plan.steps[0].algo == TORCH:
+        if is_native(plan):
             return None
         runner = self._tuner.backend.bind(plan)
-        return Kernel(role, runner, plan.workspace, self.arena.get)
+        return Kernel(runner, plan.workspace, self.arena.get)
 
     def _faster(
         self,
@@ -136,14 +124,10 @@ class CallPreparer:
         offered = self._tuner.backend.conv.algorithms(kernels[0].problem)
         if TORCH not in dict(offered):
             return PreparedCall(ours)
-        try:
-            first, second = measure_together(
-                [lambda: ours(*args), native],
-                self._tuner.backend.device,
-                self._tuner.rule,
-            )
-        except MucudnnError as e:
-            return PreparedCall(None, _reason(e))
+        device = self._tuner.backend.device
+        first, second = measure_together(
+            [lambda: ours(*args), native], device, self._tuner.rule
+        )
         noise_ms = max(first.noise_ms, second.noise_ms)
         won = first.time_ms < second.time_ms - noise_ms
         return PreparedCall(ours if won else None)
@@ -154,8 +138,9 @@ def _check(name: str, tensor: Any, shape: tuple[int, ...], dtype: Any) -> None:
         raise ValueError(f"{name} of another shape or data type")
 
 
-def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def is_native(plan: ConvPlan) -> bool:
+    """Return whether a plan is PyTorch's kernel for the whole batch."""
+    return not plan.divided and plan.steps[0].algo == TORCH
 
 
 def result_form(problem: ConvProblem) -> tuple[tuple[int, ...], torch.memory_format]:
@@ -172,13 +157,8 @@ class Kernel:
     """One planned kernel on tensors, in `nbytes` that `workspace` allocates."""
 
     def __init__(
-        self,
-        role: Role,
-        runner: Runner,
-        nbytes: int,
-        workspace: Callable[[int], Buffer],
+        self, runner: Runner, nbytes: int, workspace: Callable[[int], Buffer]
     ) -> None:
-        self.role = role
         self.problem = problem = runner.plan.problem
         self._run = runner.run
         self._nbytes = nbytes
@@ -198,50 +178,43 @@ class Kernel:
         return out
 
 
-class Forward:
-    """A planned `aten::convolution`, whose output has `axes` axes."""
+def planned_forward(kernel: Kernel, biased: bool, axes: int) -> Run:
+    """Return a planned `aten::convolution`, whose output has `axes` axes."""
+    shape = -1, *[1] * (axes - 2)
 
-    def __init__(self, kernel: Kernel, biased: bool, axes: int) -> None:
-        self._kernel = kernel
-        self._bias = (-1, *[1] * (axes - 2)) if biased else None
+    def forward(x: Any, w: Any, b: Any) -> Any:
+        y = kernel(x, w)
+        return y.add_(b.detach().view(shape)) if biased else y
 
-    def __call__(self, x: Any, w: Any, b: Any) -> Any:
-        """See `aten::convolution`."""
-        y = self._kernel(x, w)
-        if self._bias is not None:
-            y.add_(b.detach().view(self._bias))
-        return y
+    return forward
 
 
-class Backward:
-    """A planned `aten::convolution_backward`: our kernels, and PyTorch's for the rest.
+def planned_backward(
+    kernels: Sequence[Kernel | None], transposed: bool, mask: Sequence[bool]
+) -> Run:
+    """Return a planned `aten::convolution_backward`, which takes PyTorch's first.
 
     Args:
         kernels: Those of the input's and the filters' gradient; None for PyTorch's.
         transposed: Whether the convolution is transposed.
         mask: Which gradients to compute: of input, filters and bias.
     """
+    dx, dw, db = mask
+    theirs = [dx and kernels[0] is None, dw and kernels[1] is None, False]
+    if any(theirs):  # PyTorch's call computes the bias's gradient as well
+        theirs[2], db = db, False
 
-    def __init__(
-        self, kernels: Sequence[Kernel | None], transposed: bool, mask: Sequence[bool]
-    ) -> None:
-        self._kernels = kernels
-        self._transposed = transposed
-        dx, dw, self._db = mask
-        self._native = [dx and kernels[0] is None, dw and kernels[1] is None, False]
-        if any(self._native):  # PyTorch's call computes the bias's gradient as well
-            self._native[2], self._db = self._db, False
-
-    def __call__(self, native: Run, gy: Any, x: Any, w: Any) -> Any:
-        """See `aten::convolution_backward`; `native` takes a mask."""
-        theirs = native(self._native) if any(self._native) else (None, None, None)
-        found = list(theirs)
-        for i, kernel in enumerate(self._kernels):
+    def backward(native: Any, gy: Any, x: Any, w: Any) -> Any:
+        found = [*native(theirs)] if any(theirs) else [None, None, None]
+        operands = (gy, w), ((gy, x) if transposed else (x, gy))
+        for i, kernel in enumerate(kernels):
             if kernel is not None:
-                found[i] = kernel(*operands(kernel.role, self._transposed, gy, x, w))
-        if self._db:
+                found[i] = kernel(*operands[i])
+        if db:
             found[2] = gy.detach().sum([0, *range(2, gy.dim())])
         return tuple(found)
+
+    return backward
 
 
 # PyTorch's convolutions as our problems.
@@ -250,14 +223,11 @@ class Backward:
 # input: its output is the other's input, and the kernels exchange their roles.
 
 
-_DIRECTIONS = {
-    (Role.OUTPUT, False): Direction.FORWARD,
-    (Role.INPUT_GRADIENT, False): Direction.BACKWARD_DATA,
-    (Role.FILTER_GRADIENT, False): Direction.BACKWARD_FILTER,
-    (Role.OUTPUT, True): Direction.BACKWARD_DATA,
-    (Role.INPUT_GRADIENT, True): Direction.FORWARD,
-    (Role.FILTER_GRADIENT, True): Direction.BACKWARD_FILTER,
+_TRANSPOSED = {
+    Direction.FORWARD: Direction.BACKWARD_DATA,
+    Direction.BACKWARD_DATA: Direction.FORWARD,
 }
+"""What PyTorch computes of a transposed convolution -> what the other computes."""
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -317,31 +287,34 @@ class Geometry:
             layout="NCHW" if plain else "NHWC",
         )
 
-    def output_shape(self, x: Any, w: Any) -> tuple[int, ...]:
-        """Return the shape of a transposed convolution's output, given two shapes."""
-        spatial = (
-            (size - 1) * step - 2 * pad + dil * (k - 1) + 1 + more
-            for size, k, step, pad, dil, more in zip(
-                x[2:],
-                w[2:],
-                self.stride,
-                self.padding,
-                self.dilation,
-                self.output_padding,
-                strict=True,
-            )
-        )
-        return (x[0], w[1] * self.groups, *spatial)
+    def problem(self, role: Direction, x: Any, w: Any) -> ConvProblem:
+        """Return the problem that computes a result for operands of these shapes.
 
-    def problem(self, role: Role, x: Any, w: Any) -> ConvProblem:
-        """Return the problem that computes `role` for operands of these shapes.
+        Args:
+            role: The result, as of a convolution that is not transposed.
+            x: The input.
+            w: The filters.
 
         Raises:
             ValueError: The shapes contradict each other, or no problem is equivalent.
         """
-        image = self.output_shape(x.shape, w.shape) if self.transposed else x.shape
+        image, direction = x.shape, role
+        if self.transposed:
+            direction = _TRANSPOSED.get(role, role)
+            sizes = zip(
+                *(x.shape[2:], w.shape[2:], self.stride, self.padding),
+                *(self.dilation, self.output_padding),
+                strict=True,
+            )
+            image = (
+                *(x.shape[0], w.shape[1] * self.groups),
+                *(
+                    (n - 1) * s - 2 * p + d * (k - 1) + 1 + o
+                    for n, k, s, p, d, o in sizes
+                ),
+            )
         problem = ConvProblem(
-            direction=_DIRECTIONS[role, self.transposed],
+            direction=direction,
             x_shape=image,
             w_shape=w.shape,
             stride=self.stride,
@@ -357,14 +330,5 @@ class Geometry:
 
     def result_shape(self, x: Any, w: Any) -> tuple[int, ...]:
         """Return the shape of the output."""
-        problem = self.problem(Role.OUTPUT, x, w)
+        problem = self.problem(Direction.FORWARD, x, w)
         return problem.x_shape if self.transposed else problem.y_shape
-
-
-def operands(role: Role, transposed: bool, gy: Any, x: Any, w: Any) -> tuple[Any, Any]:
-    """Return the two inputs of a kernel, in the order of its problem's operands."""
-    if role is Role.OUTPUT:
-        return x, w
-    if role is Role.INPUT_GRADIENT:
-        return gy, w
-    return (gy, x) if transposed else (x, gy)

@@ -7,7 +7,7 @@ step. So a step can be planned on a machine that could not run it without a plan
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import rounded
 from mucudnn.torch import internals
 from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND
-from mucudnn.torch.costs.meters import Links, Meter, meter_of
+from mucudnn.torch.costs.meters import CpuMeter, CudaMeter, Links, meter_of
 from mucudnn.torch.distributed.sharding import is_collective
 from mucudnn.torch.execution.copies import bytes_of
 from mucudnn.torch.execution.devices import autocast_off, device_of
@@ -79,9 +79,7 @@ class KnownCosts:
 def measured(lowered: Lowered, known: KnownCosts | None = None) -> Profile:
     """Measure every distinct node alone, and copies to and from the host.
 
-    Args:
-        lowered: The graph.
-        known: What was measured before, which is not measured again; it is added to.
+    What is known is not measured again, and is added to.
 
     Raises:
         UnsupportedError: A result has another layout or storage than in the graph,
@@ -120,10 +118,7 @@ def measured(lowered: Lowered, known: KnownCosts | None = None) -> Profile:
         },
         workspaces=workspaces_of(lowered, {n: scratch[k] for n, k in keys.items()}),
         fronts={},
-        out_bytes_per_ms=links.out_bytes_per_ms,
-        in_bytes_per_ms=links.in_bytes_per_ms,
-        copy_share=links.copy_share,
-        copy_overhead_ms=links.copy_overhead_ms,
+        **asdict(links),
         network_ms={n: known.network[k] for n, k in keys.items() if k in known.network},
     )
 
@@ -139,15 +134,14 @@ def costs_of(
     """
     meter = meter_of(device_of(lowered.layouts))
     times: dict[Any, float] = {}
-    wrong: list[WrongResultsError] = []
+    wrong: dict[Any, WrongResultsError] = {}
     failed: RuntimeError | None = None
-    wrong_keys: set[Any] = set()
     for key, node in nodes.items():
-        if wrong_keys:
+        if wrong:
             # A kernel that is given too few bytes may read beyond them.
             producers = lowered.graph.producers
             made = (producers[name] for name in node.inputs if name in producers)
-            if not wrong_keys.isdisjoint(call_key(lowered, n) for n in made):
+            if not wrong.keys().isdisjoint(call_key(lowered, n) for n in made):
                 continue
         try:
             operands = operands_of(lowered, node)
@@ -156,13 +150,13 @@ def costs_of(
                 run = partial(evaluate, _call_in_place(lowered, node), operands)
                 times[key] = meter.time_ms(run)
         except WrongResultsError as e:
-            wrong.append(e)
-            wrong_keys.add(key)
+            wrong[key] = e
         except RuntimeError as e:  # perhaps of operands that are wrong themselves
             failed = failed or e
     if wrong:
-        found = {name: mine for e in wrong for name, mine in e.found.items()}
-        raise WrongResultsError(str(wrong[0]), found)
+        first, *_ = errors = [*wrong.values()]
+        found = {name: mine for e in errors for name, mine in e.found.items()}
+        raise WrongResultsError(str(first), found)
     if failed is not None:
         raise failed
     return times, _scratch(meter, lowered, nodes)
@@ -170,21 +164,36 @@ def costs_of(
 
 def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Run the call of a node; return its outputs."""
-    kwargs = {key: evaluated(leaf, operands) for key, leaf in call.kwargs.items()}
-    found = call.function(*(evaluated(a, operands) for a in call.args), **kwargs)
+    args, kwargs = _arguments(call, operands)
+    found = call.function(*args, **kwargs)
     return tuple(found if path is None else found[path] for path in call.results)
 
 
-def evaluated(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
+def _arguments(
+    call: Call, operands: Sequence[torch.Tensor], unknown: int | None = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call; `unknown` for numbers that follow from data."""
+    kwargs = {key: evaluated(a, operands, unknown) for key, a in call.kwargs.items()}
+    return [evaluated(a, operands, unknown) for a in call.args], kwargs
+
+
+def evaluated(
+    leaf: Any, operands: Sequence[torch.Tensor], unknown: int | None = None
+) -> Any:
     """Return an argument with the values of operands in their place."""
     # No closure, which would keep operands until they are collected.
     match leaf:
         case Operand(index):
             return operands[index]
         case Number(function, args):
-            return function(*(evaluated(a, operands) for a in args))
+            try:  # operands without data have no numbers
+                return function(*(evaluated(a, operands, unknown) for a in args))
+            except RuntimeError:
+                if unknown is None:
+                    raise
+                return unknown
         case list() | tuple():
-            return type(leaf)([evaluated(a, operands) for a in leaf])
+            return type(leaf)([evaluated(a, operands, unknown) for a in leaf])
         case _:
             return leaf
 
@@ -269,8 +278,8 @@ def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
                 flat.copy_(torch.empty_like(flat, dtype=torch.half).uniform_(0.1, 0.9))
         elif integer:
             flat.fill_(integer)
-        lying = flat.as_strided(layout.shape, layout.stride, layout.offset)
-        found.append(layout.read(lying))
+        view = flat.as_strided(layout.shape, layout.stride, layout.offset)
+        found.append(layout.read(view))
     return found
 
 
@@ -279,10 +288,10 @@ def _call_in_place(lowered: Lowered, node: Node) -> Call:
     call = lowered.calls[node.name]
     if call.into is None or not node.mutates or len(node.outputs) != 1:
         return call
-    taken = lowered.graph.tensors[node.outputs[0]].alias
-    if taken not in node.inputs:
+    alias = lowered.graph.tensors[node.outputs[0]].alias
+    if alias not in node.inputs:
         return call
-    place = node.inputs.index(taken)
+    place = node.inputs.index(alias)
     out = {} if call.first else {"out": Operand(place)}
     return replace(call, function=call.into, kwargs={**call.kwargs, **out})
 
@@ -375,9 +384,9 @@ def _difference(tensor: torch.Tensor, expected: Layout) -> str:
     """Return how a result is other than expected; empty if it is not."""
     if tensor.dtype != expected.dtype:
         return f"{tensor.dtype}; its graph has {expected.dtype}"
-    if _strides(tensor.shape, tensor.stride()) == _strides(
-        expected.shape, expected.stride
-    ):
+    # Strides of axes of one have no meaning.
+    steps = zip(tensor.shape, tensor.stride(), expected.stride, strict=False)
+    if tensor.shape == expected.shape and all(a == b or n == 1 for n, a, b in steps):
         return ""
     return (
         f"shape {tuple(tensor.shape)} with strides {tensor.stride()}; its graph has "
@@ -385,16 +394,8 @@ def _difference(tensor: torch.Tensor, expected: Layout) -> str:
     )
 
 
-def _strides(
-    shape: Sequence[int], stride: Sequence[int]
-) -> list[tuple[int, int | None]]:
-    """Return sizes and strides, without the meaningless strides of axes of one."""
-    axes = zip(shape, stride, strict=True)
-    return [(size, step if size != 1 else None) for size, step in axes]
-
-
 def _scratch(
-    meter: Meter, lowered: Lowered, ones: Mapping[Any, Node]
+    meter: CpuMeter | CudaMeter, lowered: Lowered, ones: Mapping[Any, Node]
 ) -> dict[Any, int]:
     """Return the most bytes that each node has in use beyond its results."""
 
@@ -553,31 +554,8 @@ def _flops(lowered: Lowered, node: Node) -> float:
     count = flop_registry.get(getattr(call.function, "overloadpacket", None))
     if count is None:
         return 0.0
-    meta = [
-        torch.empty_strided(
-            lowered.layouts[n].shape,
-            lowered.layouts[n].stride,
-            dtype=lowered.layouts[n].dtype,
-            device="meta",
-        )
-        for n in node.inputs
-    ]
-    args, kwargs = pytree.tree_map(
-        partial(_known, meta), (call.args, dict(call.kwargs))
-    )
+    here = torch.device("meta")
+    meta = [replace(lowered.layouts[n], device=here).empty() for n in node.inputs]
+    args, kwargs = _arguments(call, meta, unknown=1)
     out = call.function(*args, **kwargs)
     return float(count(*args, **kwargs, out_val=out))
-
-
-def _known(operands: Sequence[torch.Tensor], leaf: Any) -> Any:
-    """Return an argument of a call, with 1 for a number that follows from data."""
-    match leaf:
-        case Operand(index):
-            return operands[index]
-        case Number(function, args):
-            try:  # rows of an operand, in a step that is split
-                return function(*(_known(operands, value) for value in args))
-            except RuntimeError:  # operands without data have no numbers
-                return 1
-        case _:
-            return leaf

@@ -4,15 +4,13 @@ There is one for CPUs and one for CUDA devices; `costs.measure` runs nodes with 
 """
 
 import gc
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
@@ -34,14 +32,7 @@ from mucudnn.torch.execution.copies import (
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Rates of both links to host memory, as a profile has them.
-
-    Attributes:
-        out_bytes_per_ms: Rate of copies to the host.
-        in_bytes_per_ms: Rate of copies from the host.
-        copy_share: Slowdown of the computation beside a copy, as a share of its time.
-        copy_overhead_ms: Slowdown for every copy, however few its bytes.
-    """
+    """Rates of both links to host memory, as `Profile` has them."""
 
     out_bytes_per_ms: float
     in_bytes_per_ms: float
@@ -53,20 +44,7 @@ Prepared = Callable[[], Callable[[], object]]
 """Makes the operands of a call, which are not counted, and returns the call."""
 
 
-class Meter(Protocol):
-    """Measures calls on one device."""
-
-    def time_ms(self, call: Callable[[], object]) -> float:
-        """Return the time of a call that has run before."""
-
-    def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
-        """Return the peak of what each call allocates, results included."""
-
-    def links(self, prepared: Prepared) -> Links:
-        """Measure copies to the host and back beside a call."""
-
-
-def meter_of(device: torch.device) -> Meter:
+def meter_of(device: torch.device) -> "CpuMeter | CudaMeter":
     """Return the meter of a device."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
@@ -243,12 +221,7 @@ _PEAK = "requested_bytes.all.peak"
 
 
 class CudaMeter:
-    """Measures calls on one GPU, in its current stream.
-
-    Args:
-        device: The GPU.
-        cuda: PyTorch's module of that name, or a stand-in.
-    """
+    """Measures calls on one GPU, in its current stream; `cuda` may be a stand-in."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
@@ -260,7 +233,7 @@ class CudaMeter:
         if once > _LONG_MS:
             return once
         times = (self._burst_ms(call, _BURST) for _ in range(_REPEATS))
-        return statistics.median(times)
+        return median(times)
 
     def most_bytes(self, calls: Sequence[Prepared]) -> list[int]:
         """Return the peak of what each call allocates, results included."""
@@ -311,8 +284,14 @@ _MEMORY = "memory_alloc"
 
 def _peaks_of(calls: Sequence[Prepared]) -> list[int]:
     """Return the peak of what each call allocates on the CPU."""
-    with torch.no_grad(), _without_collection():
-        return [_peak_of(prepared()) for prepared in calls]
+    enabled = gc.isenabled()
+    gc.disable()  # cycles may hold tensors from elsewhere
+    try:
+        with torch.no_grad():
+            return [_peak_of(prepared()) for prepared in calls]
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _peak_of(call: Callable[[], object]) -> int:
@@ -338,15 +317,3 @@ def _peak_of(call: Callable[[], object]) -> int:
             now += event.cpu_memory_usage()
             most = max(most, now)
     return most
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Keep Python from freeing cycles, which may hold tensors from elsewhere."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -31,12 +31,7 @@ def synchronise(model: torch.nn.Module, weights: SampleWeights) -> torch.nn.Modu
 
 
 class SynchronisedBatchNorm(_BatchNorm):  # type: ignore[misc]
-    """Batch norm by the moments of all ranks in training.
-
-    Args:
-        layer: The batch norm to replace, whose parameters and buffers it shares.
-        weights: The weights of the ranks' gradients.
-    """
+    """Batch norm by the moments of all ranks in training; shares a layer's tensors."""
 
     def __init__(self, layer: _BatchNorm, weights: SampleWeights) -> None:
         super().__init__(
@@ -64,21 +59,19 @@ class SynchronisedBatchNorm(_BatchNorm):  # type: ignore[misc]
             input, self.weight, self.bias, self.eps, self._weights
         )
         if self.track_running_stats:
-            self._track(mean, variance * (count / (count - 1)))
+            self.num_batches_tracked.add_(1)
+            share = self.momentum
+            if share is None:
+                share = 1.0 / float(self.num_batches_tracked)
+            unbiased = variance * (count / (count - 1))
+            with torch.no_grad():
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
         return y
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.ndim < 2:
             raise ValueError(f"batch norm takes (N, C, ...), got {input.ndim} axes")
-
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        self.num_batches_tracked.add_(1)
-        share = self.momentum
-        if share is None:
-            share = 1.0 / float(self.num_batches_tracked)
-        with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-            self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
 
 class _Normalise(torch.autograd.Function):  # type: ignore[misc]

@@ -261,13 +261,7 @@ class SampleWeights:
         self.stepped, self._own = self._own, 0.0
 
 
-def weigh_gradients(model: DistributedDataParallel, weights: SampleWeights) -> None:
-    """Weight a model's gradients by its communication hook."""
-    model.register_forward_pre_hook(weights.before_forward, with_kwargs=True)
-    model.register_comm_hook(weights, _sum_weighted)
-
-
-def _sum_weighted(
+def sum_weighted(
     weights: SampleWeights, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Begin the weighted sum of a bucket of gradients; see `register_comm_hook`."""

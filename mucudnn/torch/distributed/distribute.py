@@ -15,7 +15,6 @@ shares.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -44,7 +43,7 @@ from mucudnn.torch.distributed.collectives import (
     TorchCollectives,
     lost_rank,
     samples_of,
-    weigh_gradients,
+    sum_weighted,
 )
 from mucudnn.torch.distributed.step_times import (
     StepClock,
@@ -52,10 +51,6 @@ from mucudnn.torch.distributed.step_times import (
     measure_steps,
     memory_of,
 )
-
-SYNCHRONISED = "synchronised"
-
-PER_RANK = "per_rank"
 
 _OF_A_RANK = ("model", "example", "table", "memory", "group")
 """Arguments that may differ between ranks, and the model, compared in parts."""
@@ -126,7 +121,7 @@ def distribute(
             stack.enter_context(ending_together(TorchCollectives(group)))
         check_integer("batch", batch, 1)
         check_integer("at_least", at_least, 1)
-        check_choice("batch_norm", batch_norm, (SYNCHRONISED, PER_RANK))
+        check_choice("batch_norm", batch_norm, ("synchronised", "per_rank"))
         check_choice("reduction", reduction, ("mean", "sum"))
         check_type("model", model, torch.nn.Module, "a torch.nn.Module")
         functions = {"loss_fn": loss_fn, "count": count, "wrap": wrap}
@@ -149,7 +144,7 @@ def distribute(
     with ending_together(together):
         if table is None:
             table = _measured(model, loss_fn, example, batch, at_least, together.size)
-    joined = batch_norm == SYNCHRONISED and has_batch_norm(model)
+    joined = batch_norm == "synchronised" and has_batch_norm(model)
     own = Rank(
         f"rank {together.rank}",
         table,
@@ -157,11 +152,16 @@ def distribute(
         # With synchronised statistics all ranks run the same number of passes.
         accumulates=not joined,
     )
-    fleet = _fleet(together, own, model)
+    ranks = tuple(together.all_gather(own))
+    # The measured time of one sum of gradients.
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    took = max(together.all_gather(together.time_all_reduce(nbytes)))
+    fleet = Fleet(ranks, AllReduce(measured_ms=took))
     plan = split_batch(fleet, batch, at_least=at_least)
     weights = SampleWeights(group, device, StepClock(device), reduction, count)
     wrapped = wrap(synchronise(model, weights) if joined else model)
-    weigh_gradients(wrapped, weights)
+    wrapped.register_forward_pre_hook(weights.before_forward, with_kwargs=True)
+    wrapped.register_comm_hook(weights, sum_weighted)
     _compare_optimizers(wrapped, together)
     return Distribution(wrapped, fleet, plan, together, weights, at_least)
 
@@ -237,26 +237,10 @@ def _compare_optimizers(
     register_optimizer_step_pre_hook(compare)  # cannot be removed while one runs
 
 
-def _fleet(together: TorchCollectives, own: Rank, model: torch.nn.Module) -> Fleet:
-    """Return all ranks, with the measured time of one sum of gradients."""
-    found = together.all_gather(own)
-    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    took = max(together.all_gather(together.time_all_reduce(nbytes)))
-    return Fleet(tuple(found), AllReduce(measured_ms=took))
-
-
 class Distribution:
     """A distributed model, and each rank's share of a mini-batch.
 
     As a context manager it raises `RankLostError` when another rank is gone.
-
-    Args:
-        model: The wrapped model, with weighted gradients.
-        fleet: The ranks as measured.
-        plan: The shares of a whole mini-batch.
-        together: The collectives of the ranks.
-        weights: The weight of this rank's gradients.
-        at_least: Minimum samples of every rank.
 
     Attributes:
         model: The model to call; a `DistributedDataParallel`.
@@ -321,13 +305,11 @@ class Distribution:
                     f"need at least {least}; pass drop_last=True, or choose another "
                     "batch size"
                 )
-        before = (self.replan,) if keep_up else ()
-        first = (self._check_batch,) if keep_up else ()
         return ShareSampler(
             *(of_one_device, self.shares, self.rank),
             skip=skip,
-            before=before,
-            first=first,
+            before=(self.replan,) if keep_up else (),
+            first=(self._check_batch,) if keep_up else (),
         )
 
     def _check_batch(self, batch: Sequence[int]) -> None:
@@ -403,10 +385,7 @@ class Distribution:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
         if error is not None and (lost := lost_rank(error)) is not None:
             raise lost from error

@@ -13,6 +13,7 @@ there are as many as there are layers.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -40,7 +41,7 @@ from mucudnn.torch.plan_program import (
     plan_program,
 )
 from mucudnn.torch.plan_store import PlanCacheChoice
-from mucudnn.torch.planning import Planner, parse_budget
+from mucudnn.torch.planning import Planner, parse_budget, too_small
 
 _BETWEEN = "between the passes"
 """Node whose scratch memory limits what a graph holds between its passes."""
@@ -197,11 +198,9 @@ def _plan_layers(
     found = []
     for peak in peaks:
         between = layers.between(budget, peak, parameters, passed)
-        try:
-            if between >= 0:
+        if between >= 0:
+            with suppress(PlanningError):
                 found.append(planned(peak, between))
-        except PlanningError:
-            continue
     if found:
         return min(found, key=lambda row: row[0].plan.plan.prediction.step_ms)
     # Nothing fits: find the least budget for the message.
@@ -212,12 +211,11 @@ def _plan_layers(
         except PlanningError:
             continue
         needed = layers.total(peak, held, parameters, passed)
-        raise PlanningError(
+        raise too_small(
             f"{layers.count} layers do not fit into {exact_bytes(int(budget))}: each "
             f"holds {exact_bytes(held)} between its passes; the least budget that "
             f"works is {exact_bytes(needed)}",
-            short_by=needed - int(budget),
-            least_bytes=needed,
+            *(budget, needed),
         )
     raise PlanningError("the layers cannot be planned under any budget")
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from mucudnn.arguments import check_choice, check_integer
 from mucudnn.errors import UnsupportedError
@@ -25,8 +25,6 @@ from mucudnn.torch.plan_program import LoweredStep, PlanOptions
 
 Shard = Literal["fsdp2", "ddp"]
 """How equal devices train one model."""
-
-_SHARDS: tuple[Shard, ...] = ("fsdp2", "ddp")
 
 _UNIT = re.compile(r"^(.*?\d+)\.")
 """Matches the numbered submodule of a parameter."""
@@ -53,7 +51,7 @@ def check_mesh(mesh: Sequence[int], shard: str, device: str, split: Split) -> in
         ValueError: It is none that can be studied; says which are.
         TypeError: It is no sequence of integers.
     """
-    check_choice("shard", shard, _SHARDS)
+    check_choice("shard", shard, get_args(Shard))
     sizes = tuple(mesh)
     for size in sizes:
         check_integer("mesh", size, 1)
@@ -84,13 +82,6 @@ def on_ranks(
     figures: DeviceFigures,
 ) -> LoweredStep:
     """Return a studied step as one of several devices has it.
-
-    Args:
-        step: The step of one device.
-        options: How it is planned.
-        ranks: The devices.
-        parameters: Names of the model's parameters.
-        figures: Rates of one device and of its links.
 
     Raises:
         UnsupportedError: The optimizer's update cannot be sharded.

@@ -79,13 +79,7 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a parameter that a rank holds.
-
-    Attributes:
-        shape: Shape of the whole parameter.
-        rows: Rows of this rank's part.
-        dtype: Type of the parameter.
-    """
+    """Some rows of a parameter of this shape, which a rank holds."""
 
     shape: tuple[int, ...]
     rows: int
@@ -430,28 +424,25 @@ def _check_group(group: Any) -> None:
     Raises:
         UnsupportedError: Names the setting.
     """
-    found = ""
-    if group._is_hsdp:
-        found = "a mesh of two dimensions (hybrid sharding)"
-    elif any(p.offload_to_cpu for p in group.fsdp_params):
-        found = "CPUOffloadPolicy"
-    elif group.gradient_divide_factor is not None:
-        found = "set_gradient_divide_factor"
-    elif group._all_reduce_hook is not None:
-        found = "an all-reduce hook"
-    elif not group.reduce_grads:
-        found = "set_requires_gradient_sync(False)"
-    elif any(p.fsdp_placement != Shard(0) for p in group.fsdp_params):
-        found = "a shard_placement_fn"
-    elif any(
-        hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
-        for p in group.fsdp_params
-    ):
-        found = "parameters with all-gather extensions"
-    elif any(p.is_dtensor for p in group.fsdp_params):
-        found = "parameters that were sharded before (tensor parallelism)"
-    elif len({_types_of(p.mp_policy) for p in group.fsdp_params}) > 1:
-        found = "parameters of one unit that are cast to several types"
+    parameters = group.fsdp_params
+    settings = {
+        "a mesh of two dimensions (hybrid sharding)": group._is_hsdp,
+        "CPUOffloadPolicy": any(p.offload_to_cpu for p in parameters),
+        "set_gradient_divide_factor": group.gradient_divide_factor is not None,
+        "an all-reduce hook": group._all_reduce_hook is not None,
+        "set_requires_gradient_sync(False)": not group.reduce_grads,
+        "a shard_placement_fn": any(p.fsdp_placement != Shard(0) for p in parameters),
+        "parameters with all-gather extensions": any(
+            hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in parameters
+        ),
+        "parameters that were sharded before (tensor parallelism)": any(
+            p.is_dtensor for p in parameters
+        ),
+        "parameters of one unit that are cast to several types": (
+            len({_types_of(p.mp_policy) for p in parameters}) > 1
+        ),
+    }
+    found = next((name for name, given in settings.items() if given), "")
     if found:
         raise UnsupportedError(
             f"the model uses fully_shard with {found}, which a planned step does not "
@@ -667,11 +658,6 @@ def reordered(
 
     A capture has all gathers before the forward pass, and all sums behind the backward
     pass: all parameters and gradients would be in memory at once.
-
-    Args:
-        graph: The graph of a step.
-        gathers: Names of the nodes that gather parameters.
-        sums: Names of the nodes that sum gradients.
     """
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}

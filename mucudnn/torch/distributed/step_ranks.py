@@ -10,6 +10,7 @@ Their collectives must run in one order on all ranks, so all ranks follow one pl
 If one rank fails on the way, all of them do, with the same message.
 """
 
+import copyreg
 import hashlib
 import io
 import pickle
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mucudnn.errors import MucudnnError, UnsupportedError
+from mucudnn.errors import UnsupportedError
 from mucudnn.runtime.distributed.collectives import check_alike, ending_together
 from mucudnn.torch.capture.step_tensors import root_of
 from mucudnn.torch.costs.measure import KnownCosts, call_key, evaluate, operands_of
@@ -75,42 +76,12 @@ def sharding_of_step(model: torch.nn.Module, loss_fn: Any) -> Sharding | None:
     return distributed_data_parallel(model, "model.")
 
 
-def check_ranks_options(given: Mapping[str, object]) -> None:
-    """Refuse options of a step that several ranks cannot make together.
-
-    Raises:
-        UnsupportedError: One is set.
-    """
-    for name, value in given.items():
-        if value:
-            raise UnsupportedError(
-                f"{name}={value!r} is not supported for a model of several ranks; "
-                "without it, activations are kept, offloaded or recomputed, and "
-                "parameters kept or gathered again, within the budget of each rank"
-            )
-
-
 class StepRanks:
-    """The ranks of one `train_step`.
-
-    Args:
-        sharding: How they share the model.
-        device: Device of this rank's tensors.
-    """
+    """The ranks of one `train_step`."""
 
     def __init__(self, sharding: Sharding, device: torch.device) -> None:
         group = dist.distributed_c10d._resolve_process_group(sharding.group)
-        self.sharding = sharding
         self._together = TorchCollectives(group, device)
-        self.rank, self.size = self._together.rank, self._together.size
-
-    def check_alike(self, settings: Mapping[str, object]) -> None:
-        """Check that all ranks have the same settings.
-
-        Raises:
-            RanksDifferError: Names those that differ.
-        """
-        check_alike(self._together, settings)
 
     def agree(self, number: int | None) -> bool:
         """Return whether all ranks have a plan for their next step, of one number.
@@ -126,11 +97,7 @@ class StepRanks:
         return bool(least == -most != _NONE)
 
     def measure(self, lowered: Lowered, known: KnownCosts) -> None:
-        """Measure a step's collectives on all ranks at once.
-
-        Args:
-            lowered: The step; its collectives are the same on all ranks.
-            known: Where times and scratch memory are noted.
+        """Measure a step's collectives, the same on all ranks, on all of them at once.
 
         Raises:
             RanksDifferError: The ranks have captured different steps.
@@ -142,12 +109,13 @@ class StepRanks:
             lowered.graph.tensors[name].nbytes for n in nodes for name in n.outputs
         ]
         # Ranks with different steps would wait for each other forever.
-        self.check_alike(
+        check_alike(
+            self._together,
             {
                 "the number of operations of a step": len(lowered.graph.nodes),
                 "the captured step": hashlib.sha256(operations.encode()).hexdigest(),
                 "the sizes of its collectives": sizes,
-            }
+            },
         )
         for node in nodes:
             key = call_key(lowered, node)
@@ -182,10 +150,9 @@ class StepRanks:
     def capturing(self, settings: Mapping[str, object]) -> Iterator[None]:
         """Wrap the capture of a step: an error of one rank ends it on all of them.
 
-        Args:
-            settings: What has to be equal on all ranks.
+        The settings have to be equal on all ranks.
         """
-        self.check_alike(settings)
+        check_alike(self._together, settings)
         with ending_together(self._together):
             yield
 
@@ -196,35 +163,21 @@ class StepRanks:
             Exception: Rank 0 has raised it.
             RankLostError: Another rank is gone.
         """
+        outcome: tuple[Any, Exception | None] = None, None
         sent: list[Any] = [None]
-        error: Exception | None = None
-        if self.rank == 0:
+        if self._together.rank == 0:
             try:
-                found = decide()
-                sent = [(pickled(found), None)]
+                outcome = decide(), None
+                sent = [pickled(outcome)]
             except Exception as e:
-                error = e
-                sent = [(None, pickled(e))]
+                outcome = None, e
+                sent = [pickled(outcome)]
         with lost_ranks_told():
             dist.broadcast_object_list(sent, group=self._together.group, group_src=0)
-        if self.rank == 0:
-            if error is not None:
-                raise error
-            return found
-        value, failed = sent[0]
-        if failed is not None:
-            raise pickle.loads(failed)
-        return pickle.loads(value)  # type: ignore[no-any-return]
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        """Pickle read-only mappings as dicts, and errors with all their attributes."""
-        if isinstance(value, MappingProxyType):
-            return _read_only, (dict(value),)
-        if isinstance(value, MucudnnError):
-            return _error, (type(value), value.args, vars(value))
-        return NotImplemented
+        found, error = outcome if self._together.rank == 0 else pickle.loads(sent[0])
+        if error is not None:
+            raise error
+        return found  # type: ignore[no-any-return]
 
 
 def _read_only(value: dict[Any, Any]) -> MappingProxyType[Any, Any]:
@@ -232,15 +185,12 @@ def _read_only(value: dict[Any, Any]) -> MappingProxyType[Any, Any]:
     return MappingProxyType(value)
 
 
-def _error(kind: type[MucudnnError], args: Any, state: dict[str, Any]) -> MucudnnError:
-    error = kind.__new__(kind)
-    error.args = args
-    vars(error).update(state)
-    return error
-
-
 def pickled(value: object) -> bytes:
     """Return a plan, or an error, as bytes for the other ranks."""
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    pickler = pickle.Pickler(file)
+    pickler.dispatch_table = copyreg.dispatch_table | {
+        MappingProxyType: lambda mapping: (_read_only, (dict(mapping),))
+    }
+    pickler.dump(value)
     return file.getvalue()

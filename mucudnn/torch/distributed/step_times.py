@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 from mucudnn.ir.fleet import StepPoint, StepTable
 from mucudnn.passes.load_balancing import measured_table
 from mucudnn.runtime.distributed.collectives import Stopwatch
+from mucudnn.torch.execution.devices import forked_generators
+from mucudnn.torch.optimizer_update import own_gradients
 
 _REPEATS = 3
 
@@ -102,21 +104,15 @@ def _step(
 @contextmanager
 def _restored(model: torch.nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and the state of random generators."""
-    gradients = [p.grad for p in model.parameters()]
     buffers = [copy.deepcopy(b.detach()) for b in model.buffers()]
-    devices = {p.device.index for p in model.parameters() if p.is_cuda}
     try:
-        for parameter in model.parameters():
-            parameter.grad = None
-        with torch.random.fork_rng(devices=sorted(devices)):
+        with own_gradients(model.parameters()), forked_generators(model.parameters()):
             yield
     finally:
         # Buffers were changed in place, as by batch norm: restore them in place.
         with torch.no_grad():
             for buffer, value in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(value)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
 
 
 _RECENT = 20

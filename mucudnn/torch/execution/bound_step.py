@@ -69,25 +69,16 @@ class HostResidents:
             if not is_outside_allocator(tensor := tensors[position]):
                 shared.setdefault(storage_of(tensor), (storage, []))[1].append(tensor)
         for storage, found in shared.values():
-            self._move_storage(storage, found)
-
-    def _move_storage(self, storage: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Move tensors that share a storage."""
-        if not tensors[0].is_cpu:
-            raise UnsupportedError(
-                f"a parameter or optimizer state is on {tensors[0].device}; these are "
-                "offloaded only if they are on the CPU"
-            )
-        whole = bytes_of(tensors[0].detach())
-        host = self.memory(storage, whole.numel()).copy_(whole).untyped_storage()
-        moved = [
-            torch.empty(0, dtype=t.dtype, device=t.device).set_(
-                host, t.storage_offset(), t.shape, t.stride()
-            )
-            for t in tensors
-        ]
-        # One call in C: an interrupt between two tensors would separate them for good.
-        list(map(setattr, tensors, repeat("data"), moved))
+            if not found[0].is_cpu:
+                raise UnsupportedError(
+                    f"a parameter or optimizer state is on {found[0].device}; these "
+                    "are offloaded only if they are on the CPU"
+                )
+            whole = bytes_of(found[0].detach())
+            host = self.memory(storage, whole.numel()).copy_(whole)
+            moved = [Layout.of(t.detach()).view_of(host) for t in found]
+            # One call in C: an interrupt between two would separate them for good.
+            list(map(setattr, found, repeat("data"), moved))
 
 
 _AFTER = {
@@ -174,9 +165,6 @@ class BoundStep:
     """A compiled step, and where its host-resident inputs live.
 
     Attributes:
-        segment: The compiled program.
-        device: Type of the device that it runs on.
-        host_residents: Its host-resident inputs.
         random: Devices whose generators it draws from; None is the CPU.
         tiers: Copies to the planned tiers, if the plan has any.
     """
@@ -186,11 +174,6 @@ class BoundStep:
     host_residents: HostResidents
     random: Sequence[torch.device | None] = ()
     tiers: TierCopies | None = None
-
-    @property
-    def source(self) -> str:
-        """The program's source."""
-        return self.segment.source
 
     def run(self, given: list[Any], commit: StepCommit) -> list[Any]:
         """Run one step on the graph's inputs, which are released; return its results.
@@ -278,8 +261,6 @@ class Halves:
         forward: The part up to the last forward node.
         backward: The rest.
         kept: The values that the forward half returns for the backward half.
-        layouts: Layout of each tensor.
-        inputs: The inputs of the graph.
         watch: Called when the forward half has run, if anything is.
     """
 
@@ -374,7 +355,6 @@ class Half:
     """One half of a program, as the target of a graph node.
 
     Attributes:
-        segment: The compiled half.
         own: Positions of arguments that it may overwrite: saved for it alone.
         without: Positions of arguments that it does not take, ascending.
         filled: Positions of results that it does not have, which become None.
@@ -434,15 +414,6 @@ def runner_of(
 
 def _clone_with_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of the same layouts in copies of their storages."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    found = []
-    for tensor in tensors:
-        key = storage_of(tensor)
-        if key not in storages:
-            storages[key] = tensor.untyped_storage().clone()
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        view = empty.set_(
-            storages[key], tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
-        found.append(Layout.of(tensor).read(view))
-    return found
+    storages = {storage_of(t): t for t in tensors}
+    copies = {key: bytes_of(tensor).clone() for key, tensor in storages.items()}
+    return [Layout.of(t).view_of(copies[storage_of(t)]) for t in tensors]

@@ -67,14 +67,14 @@ class ThreadCopies:
 
     def offload(self, tensor: torch.Tensor, slot: Hashable) -> ThreadOffloadedStorage:
         """Begin to copy the storage of a tensor to the host."""
-        storage = tensor.untyped_storage()
         host = None if self._hosts is None else self._hosts.get(slot)
         if host is None:
-            host = self._memory.take(storage.nbytes())
+            host = self._memory.take(tensor.untyped_storage().nbytes())
             if self._hosts is not None:
                 self._hosts[slot] = host
-        out, _ = self._threads.value
-        return ThreadOffloadedStorage(host, out.copy(storage, host, host.numel(), None))
+        offloaded = ThreadOffloadedStorage(host)
+        self.write_back(tensor, offloaded)
+        return offloaded
 
     def prefetch(self, offloaded: ThreadOffloadedStorage) -> torch.Tensor:
         """Begin to copy an offloaded storage back; return its new bytes."""

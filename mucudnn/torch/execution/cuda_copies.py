@@ -97,15 +97,13 @@ class StreamCopies:
 
     def offload(self, tensor: torch.Tensor, slot: Hashable) -> StreamOffloadedStorage:
         """Begin to copy the storage of a tensor to the host."""
-        whole = bytes_of(tensor)
-        nbytes = whole.numel()
         stored = None if self._slots is None else self._slots.get(slot)
         if stored is None:
+            nbytes = tensor.untyped_storage().nbytes()
             stored = StreamOffloadedStorage(self._host_bytes(nbytes), self)
             if self._slots is not None:
                 self._slots[slot] = stored
-        out, _ = self._copy_streams()
-        stored.done = self._copy(out, stored.host, whole, stored.done)
+        self.write_back(tensor, stored)
         return stored
 
     def prefetch(self, offloaded: StreamOffloadedStorage) -> torch.Tensor:

@@ -20,9 +20,9 @@ reserved leaves the same gaps, as its allocator is the same: this was measured f
 plans each of GPT-2 and ResNet-50. One with `no_split` reserves at least twice as much.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
@@ -114,38 +114,34 @@ def reserve(
     return max(0, gaps + held)
 
 
-class ReservedGrowth:
-    """Bytes that CUDA's allocator reserves in the first runs of a rehearsed program.
+def watching_reserved(
+    device: torch.device, report: Callable[[int], None]
+) -> Callable[[Callable[[list[Any]], ResultT]], Callable[[list[Any]], ResultT]]:
+    """Return a decorator that reports what first runs reserve beyond a rehearsal.
 
-    None are expected: the rehearsal has reserved what the program needs.
-
-    Args:
-        device: The device.
-        report: Called with all bytes so far when a run has reserved more.
+    Nothing is expected: the rehearsal has reserved what the program needs. `report` is
+    called with all bytes so far when a run has reserved more.
     """
+    nbytes = 0
 
-    def __init__(self, device: torch.device, report: Callable[[int], None]) -> None:
-        self._device = device
-        self._report = report
-        self._nbytes = 0
-
-    def watched(self, run: Callable[[list[Any]], ResultT]) -> Callable[..., ResultT]:
-        """Return a function that runs the program, or a part of it."""
+    def watched(run: Callable[[list[Any]], ResultT]) -> Callable[[list[Any]], ResultT]:
         left = _REHEARSALS
 
-        def watched(given: list[Any]) -> ResultT:
-            nonlocal left
+        def watched_run(given: list[Any]) -> ResultT:
+            nonlocal left, nbytes
             if not left:
                 return run(given)
             left -= 1
-            before = torch.cuda.memory_reserved(self._device)
+            before = torch.cuda.memory_reserved(device)
             result = run(given)
-            if (more := torch.cuda.memory_reserved(self._device) - before) > 0:
-                self._nbytes += more
-                self._report(self._nbytes)
+            if (more := torch.cuda.memory_reserved(device) - before) > 0:
+                nbytes += more
+                report(nbytes)
             return result
 
-        return watched
+        return watched_run
+
+    return watched
 
 
 def reserve_block(device: torch.device, nbytes: int) -> None:
@@ -252,7 +248,7 @@ def _allocations(
 
 
 def reserved_line(device: torch.device) -> str:
-    """Return what the allocator was asked for and has reserved at most, in words."""
+    """Return a line with the most that the allocator was asked for and reserved."""
     stats = torch.cuda.memory_stats(device)
     requested, reserved = (
         format_bytes(stats.get(f"{kind}_bytes.all.peak", 0))
@@ -268,8 +264,10 @@ def live_tensors(error: BaseException) -> str:
     """Return the largest tensors of a planned program that was stopped by an error."""
     found: dict[int, str] = {}
     sizes: dict[int, int] = {}
-    for frame in _frames(error.__traceback__):
-        for name, value in frame.items():
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename != PROGRAM:
+            continue
+        for name, value in frame.f_locals.items():
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 place = value.untyped_storage().data_ptr()
                 sizes[place] = value.untyped_storage().nbytes()
@@ -280,11 +278,3 @@ def live_tensors(error: BaseException) -> str:
     more = f" and {len(largest) - _SHOWN} more" if len(largest) > _SHOWN else ""
     total = format_bytes(sum(sizes.values()))
     return f"alive in the step were {total}: {', '.join(shown)}{more}"
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[dict[str, object]]:
-    """Return the variables of planned programs on the stack of an error."""
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == PROGRAM:
-            yield traceback.tb_frame.f_locals
-        traceback = traceback.tb_next

@@ -1,55 +1,28 @@
 """Devices that programs run on, and the copies that each of them uses."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.execution.copies import ThreadCopies
 from mucudnn.torch.execution.cuda_copies import StreamCopies
+from mucudnn.torch.execution.tiers import TierCopies
 from mucudnn.torch.lowering.lowered import Layout
 
 DEVICES = ("cpu", "cuda")
 """Types of devices that programs run on."""
 
 
-class OffloadedStorage(Protocol):
-    """A storage whose bytes are offloaded, or a copy of which is in flight.
+Copies = ThreadCopies | StreamCopies | TierCopies
+"""Copies to the host and back that run beside the computation.
 
-    Attributes:
-        host: Its bytes on the host.
-    """
-
-    host: torch.Tensor
-
-    def wait(self) -> None:
-        """Make later computation wait for the last copy that was begun."""
-
-
-class Copies(Protocol):
-    """Copies to the host and back that run beside the computation.
-
-    A program waits for a copy before it uses what was prefetched, before it frees what
-    was offloaded, and before it begins the prefetch.
-    """
-
-    def start_run(self) -> Callable[[torch.Tensor, str], OffloadedStorage]:
-        """Return the function that offloads a tensor of a storage in one run."""
-
-    def prefetch(self, offloaded: Any) -> torch.Tensor:
-        """Begin to copy an offloaded storage to the device; return its new bytes."""
-
-    def write_back(self, tensor: torch.Tensor, offloaded: Any) -> None:
-        """Begin to copy the storage of a tensor to the bytes that it came from."""
-
-    def on_host(self, host: torch.Tensor, storage: str) -> OffloadedStorage:
-        """Return a storage that is on the host, with no copy in flight."""
-
-    def synchronize(self) -> None:
-        """Make it safe to free all tensors, whatever copies are in flight."""
+A program waits for a copy before it uses what was prefetched, before it frees what was
+offloaded, and before it begins the prefetch.
+"""
 
 
 def copies_for(device: torch.device, *, reuse: bool) -> Copies:
@@ -89,6 +62,13 @@ def autocast_off() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def forked_generators(given: Iterable[Any]) -> AbstractContextManager[None]:
+    """Restore the random generators of the CPU and of these values' CUDA devices."""
+    cuda = {t.device.index for t in given if isinstance(t, torch.Tensor) and t.is_cuda}
+    fork: AbstractContextManager[None] = torch.random.fork_rng(devices=sorted(cuda))
+    return fork
 
 
 def check_devices(given: Sequence[torch.Tensor]) -> None:

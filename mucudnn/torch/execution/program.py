@@ -8,7 +8,6 @@ be read.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -74,12 +73,8 @@ def bind(
 ) -> Segment:
     """Compile a whole schedule, from the inputs of the graph to its results.
 
-    Args:
-        lowered: The graph with the calls of its nodes.
-        schedule: The instructions.
-        copies: Runs the offloading copies.
-        announced: Whether to call a function, which is the last given value, before the
-            first input is written.
+    With `announced`, the program calls a function, which is the last given value,
+    before it writes the first input.
     """
     program = Program(lowered, schedule, copies)
     inputs = program.declare_inputs(lowered.inputs)
@@ -114,7 +109,7 @@ class Program:
                 "bytes_of": bytes_of,
                 "left": copies.on_host,
                 "settle": copies.synchronize,
-                "lie": _view_bytes,
+                "lie": lambda whole, layout: layout.view_of(whole),
                 "get_state": get_state,
                 "set_state": set_state,
                 "keep_state": keep_state,
@@ -142,7 +137,9 @@ class Program:
     def declare_inputs(self, inputs: Iterable[str | None]) -> list[str]:
         """Return the variables of graph inputs; `_` if not a tensor or a repetition."""
         return [
-            "_" if name is None or name in self._names.bound else self._variable(name)
+            "_"
+            if name is None or name in self._names.bound
+            else self._names.variable(name)
             for name in inputs
         ]
 
@@ -160,20 +157,35 @@ class Program:
 
     def end_segment(self, results: Sequence[str]) -> Segment:
         """Compile the segment."""
-        on_error = "settle()" if self._handles else None
+        head = ["def run(given):"]
+        if self._inputs:
+            head.append(f"    {', '.join(self._inputs)}, = given")
+        # The caller's list must not keep tensors alive that the program frees.
+        head.append("    given.clear()")
+        if "_" in self._inputs:
+            head.append("    _ = None")
         first = ["copy_out = begin()"] if self._offloads else []
-        lines = [*first, *self._lines]
-        return compiled(self._inputs, lines, results, self._names.space, on_error)
+        lines = [*first, *self._lines, f"return [{', '.join(results)}]"]
+        body = [f"    {line}" for line in lines]
+        if self._handles:  # copies may be in flight while the variables still hold
+            body = ["    try:", *(f"    {line}" for line in body)]
+            body += ["    except BaseException:", "        settle()", "        raise"]
+        source = "\n".join([*head, *body, ""])
+        found = dict(self._names.space)
+        exec(compile(source, PROGRAM, "exec"), found)
+        return Segment(source, found["run"])
 
     def add_constants(self) -> None:
         """Bind the tensors that are part of the graph."""
         for name, value in self._lowered.constants.items():
-            self._lines.append(f"{self._variable(name)} = {self._names.literal(value)}")
+            self._lines.append(
+                f"{self._names.variable(name)} = {self._names.literal(value)}"
+            )
 
     def result(self, value: Any) -> str:
         """Return the expression of a result: a tensor by its name, or a constant."""
         if isinstance(value, str):
-            return self._variable(value)
+            return self._names.variable(value)
         return self._names.literal(value)
 
     def offload_state(self) -> None:
@@ -215,7 +227,7 @@ class Program:
         for name in sorted(self._names.bound, key=order.__getitem__):
             storage = self._graph.storages[name]
             if self._last_read.get(name, -1) >= self._at or storage in out:
-                variable = self._variable(name)
+                variable = self._names.variable(name)
                 found.append(CarriedValue(variable, variable, name))
         for storage, handle in self._handles.items():
             if storage in back:
@@ -261,7 +273,7 @@ class Program:
         if call is NOTHING:
             return
         # The call: its function, and its arguments as text.
-        operands = [self._variable(name) for name in node.inputs]
+        operands = [self._names.variable(name) for name in node.inputs]
         positional = [self._names.argument(a, operands) for a in call.args]
         named = [
             f"{k}={self._names.argument(a, operands)}" for k, a in call.kwargs.items()
@@ -271,7 +283,7 @@ class Program:
         if call.into is not None and alias is not None and alias in node.inputs:
             function = call.into
             if not call.first:
-                named.append(f"out={self._variable(alias)}")
+                named.append(f"out={self._names.variable(alias)}")
         if type(function) is torch._ops.OpOverload:
             function = function._op  # saves one Python frame per node
         text = f"{self._names.literal(function)}({', '.join([*positional, *named])})"
@@ -310,7 +322,7 @@ class Program:
 
     def _assign(self, node: Node, paths: Sequence[int | None], text: str) -> None:
         """Assign the results of a call to the variables of a node's outputs."""
-        names = [self._variable(name) for name in node.outputs]
+        names = [self._names.variable(name) for name in node.outputs]
         if not names:
             self._lines.append(text)
         elif paths[0] is None:
@@ -351,28 +363,14 @@ class Program:
         self._lines.append(f"back = copy_back({self._handles[storage]})")
         for name in wanted:
             layout = self._names.literal(self._lowered.layouts[origin(name)])
-            self._lines.append(f"{self._variable(name)} = lie(back, {layout})")
+            self._lines.append(f"{self._names.variable(name)} = lie(back, {layout})")
         self._lines.append("back = None")
-
-    def _variable(self, tensor: str) -> str:
-        return self._names.variable(tensor)
-
-
-def _view_bytes(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return a tensor of a layout whose storage is that of `whole`."""
-    tensor = torch.empty(0, dtype=layout.dtype, device=whole.device).set_(
-        whole.untyped_storage(), layout.offset, layout.shape, layout.stride
-    )
-    return layout.read(tensor)
 
 
 # Names of a program's tensors and constants.
 #
 # Every tensor has one local variable throughout: a storage that is freed and fetched or
 # computed again gets the same variables. Values without a literal are globals.
-
-
-_WRITTEN = (int, bool, str, type(None))
 
 
 class Names:
@@ -386,17 +384,11 @@ class Names:
     def __init__(self, graph: Graph, space: Mapping[str, Any]) -> None:
         self.space: dict[str, Any] = dict(space)
         self.bound: set[str] = set()
-        self._graph = graph
         self._variables: dict[str, str] = {}
         self._constants: dict[int, str] = {}
-
-    @cached_property
-    def _members(self) -> Mapping[str, list[str]]:
-        """All tensors of each storage."""
-        found: dict[str, list[str]] = {}
-        for name, storage in self._graph.storages.items():
-            found.setdefault(storage, []).append(name)
-        return found
+        self._members: dict[str, list[str]] = {}  # all tensors of each storage
+        for name, storage in graph.storages.items():
+            self._members.setdefault(storage, []).append(name)
 
     def variable(self, tensor: str) -> str:
         """Return the variable of a tensor, which is bound from now on."""
@@ -438,7 +430,7 @@ class Names:
 
     def literal(self, value: Any) -> str:
         """Return a value as text, or the name of a global with this value."""
-        if isinstance(value, _WRITTEN):
+        if isinstance(value, int | str | None):
             return repr(value)
         key = id(value)
         if key not in self._constants:
@@ -446,31 +438,6 @@ class Names:
             self._constants[key] = name
             self.space[name] = value
         return self._constants[key]
-
-
-def compiled(
-    inputs: Sequence[str],
-    lines: Sequence[str],
-    results: Sequence[str],
-    space: Mapping[str, Any],
-    on_error: str | None = None,
-) -> Segment:
-    """Compile a function of these variables; `on_error` runs while they still hold."""
-    head = ["def run(given):"]
-    if inputs:
-        head.append(f"    {', '.join(inputs)}, = given")
-    # The caller's list must not keep tensors alive that the program frees.
-    head.append("    given.clear()")
-    if "_" in inputs:
-        head.append("    _ = None")
-    body = [f"    {line}" for line in (*lines, f"return [{', '.join(results)}]")]
-    if on_error is not None:
-        body = ["    try:", *(f"    {line}" for line in body)]
-        body += ["    except BaseException:", f"        {on_error}", "        raise"]
-    source = "\n".join([*head, *body, ""])
-    found = dict(space)
-    exec(compile(source, PROGRAM, "exec"), found)
-    return Segment(source, found["run"])
 
 
 # States of random generators, so that a recomputation draws the same numbers.

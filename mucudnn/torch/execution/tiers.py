@@ -122,7 +122,6 @@ class TierCopies:
         choices: The tiers, in the order of the plan.
         places: The tier and offset of each storage.
         base: Offset in each tier at which an arena begins.
-        device: Where the step runs.
     """
 
     arenas: "ArenaPool"
@@ -139,12 +138,12 @@ class TierCopies:
     def _offload(
         self, arena: "HeldArena", tensor: torch.Tensor, storage: str
     ) -> TierOffloadedStorage:
-        whole = bytes_of(tensor)
         tier, offset = self.places[storage]
-        host = arena.bytes(tier, offset - self.base[tier], whole.numel())
-        copier = arena.copier(tier)
-        ticket = copier.out(whole.numpy(), host.numpy())
-        return TierOffloadedStorage(host, copier, ticket)
+        nbytes = tensor.untyped_storage().nbytes()
+        host = arena.bytes(tier, offset - self.base[tier], nbytes)
+        offloaded = TierOffloadedStorage(host, arena.copier(tier))
+        self.write_back(tensor, offloaded)
+        return offloaded
 
     def prefetch(self, offloaded: TierOffloadedStorage) -> torch.Tensor:
         """Begin to copy an offloaded storage back; return its new bytes."""
@@ -200,15 +199,13 @@ class TierArena:
         OutOfMemoryError: A tier has not enough memory.
     """
 
-    def __init__(
-        self, device: Device, choices: Sequence[TierChoice], sizes: Sequence[int]
-    ) -> None:
+    def __init__(self, device: Device, sizes: Mapping[TierChoice, int]) -> None:
         self.stale = False
         self._device = device
         self._copiers: dict[int, Copier] = {}
         self._tiers: list[Tier] = []
         try:
-            for choice, nbytes in zip(choices, sizes, strict=True):
+            for choice, nbytes in sizes.items():
                 self._tiers.append(choice.open(device, nbytes))
         except BaseException:
             self.close()
@@ -274,7 +271,6 @@ class ArenaPool:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._choices: tuple[TierChoice, ...] = ()
         self._sizes: dict[TierChoice, int] = {}
         self._free: list[TierArena] = []
         self._open: list[TierArena] = []
@@ -285,7 +281,6 @@ class ArenaPool:
         Raises:
             OutOfMemoryError: A tier has not enough memory.
         """
-        self._choices = tuple(choices)
         known = self._sizes
         wanted = dict(zip(choices, sizes, strict=True))
         self._sizes = {c: max(n, known.get(c, 0)) for c, n in wanted.items()}
@@ -321,8 +316,7 @@ class ArenaPool:
             self._take_back(arena)
 
     def _opened(self) -> TierArena:
-        sizes = [self._sizes[choice] for choice in self._choices]
-        arena = TierArena(self._device, self._choices, sizes)
+        arena = TierArena(self._device, self._sizes)
         self._open.append(arena)
         return arena
 

@@ -53,21 +53,9 @@ CHECKS = frozenset(
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operations that return their operand."""
 
-_IGNORED = frozenset({"profiler"})
-"""Namespaces of operations without an effect on values."""
-
-_SCALARS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
-    {torch.ops.aten._local_scalar_dense.default: torch.Tensor.item}
-)
-"""Operations that return numbers -> a function of the tensor that does the same."""
-
 
 def lower(module: torch.fx.GraphModule, phase_of: Callable[[str], Phase]) -> Lowered:
-    """Lower a functional graph of PyTorch's operations.
-
-    Args:
-        module: The graph; its nodes have fake results in `meta["val"]`.
-        phase_of: Returns the phase of the step that a node belongs to.
+    """Lower a functional graph of PyTorch's; `meta["val"]` has fake results.
 
     Raises:
         UnsupportedError: A size depends on data, or an operation changes its operands.
@@ -111,8 +99,8 @@ class _Lowering:
                 self._wait(node)
             case _ if node.target in _SAME:
                 self._values[node] = self._values[node.args[0]]
-            case _ if getattr(node.target, "namespace", None) in _IGNORED:
-                pass
+            case _ if getattr(node.target, "namespace", None) == "profiler":
+                pass  # it has no effect on values
             case _:
                 self._operation(node)
 
@@ -202,7 +190,10 @@ class _Lowering:
             names = {k: Value(name) for k, name, _ in found}
             self._values[node] = [names.get(k, v) for k, v in enumerate(value)]
         else:
-            self._values[node] = Number(_SCALARS.get(node.target, node.target), args)
+            scalar = node.target is torch.ops.aten._local_scalar_dense.default
+            self._values[node] = Number(
+                torch.Tensor.item if scalar else node.target, args
+            )
 
     def _wait(self, node: torch.fx.Node) -> None:
         """Lower the wait for a collective: it returns its operand.
@@ -231,10 +222,12 @@ class _Lowering:
     ) -> None:
         """Add a node with these outputs: position in the result, name, and value."""
         function = node.target
-        refuse(node, function, outputs)
+        refuse(node, outputs)
         inputs: list[str] = []
         args, kwargs = pytree.tree_map(
-            functools.partial(_bind, inputs), (args, dict(kwargs)), is_leaf=_is_leaf
+            functools.partial(_bind, inputs),
+            (args, dict(kwargs)),
+            is_leaf=lambda value: isinstance(value, Value | Number),
         )
         # A view of a constant has, as a fake tensor, a storage of its own.
         first = next(iter(self._resolved(node.args[:1])), None)
@@ -359,11 +352,6 @@ class Value:
     name: str
 
 
-def _is_leaf(value: Any) -> bool:
-    """Return whether a value is a leaf of the tree of arguments."""
-    return isinstance(value, Value | Number)
-
-
 def _bind(inputs: list[str], value: Any) -> Any:
     """Return an argument with tensors as operands; append new ones to `inputs`."""
     match value:
@@ -402,9 +390,7 @@ DENSE = (
 
 
 def refuse(
-    node: torch.fx.Node,
-    function: Any,
-    outputs: Sequence[tuple[int | None, str, torch.Tensor]],
+    node: torch.fx.Node, outputs: Sequence[tuple[int | None, str, torch.Tensor]]
 ) -> None:
     """Refuse nodes that cannot be planned.
 
@@ -412,7 +398,7 @@ def refuse(
         UnsupportedError: The node is no operation of PyTorch, changes its operands, or
             has results that are not dense or whose shapes depend on data.
     """
-    where = line_of_stack(node.meta.get("stack_trace"))
+    function, where = node.target, line_of_stack(node.meta.get("stack_trace"))
     schema = getattr(function, "_schema", None)
     if schema is None:
         raise UnsupportedError(

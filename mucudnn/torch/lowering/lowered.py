@@ -72,6 +72,13 @@ class Layout:
             tensor = torch._conj(tensor)
         return torch._neg_view(tensor) if self.negative else tensor
 
+    def view_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of this layout whose storage is that of `whole`."""
+        tensor = torch.empty(0, dtype=self.dtype, device=whole.device).set_(
+            whole.untyped_storage(), self.offset, self.shape, self.stride
+        )
+        return self.read(tensor)
+
     def empty(self) -> torch.Tensor:
         """Return an uninitialized tensor of this shape and these strides."""
         return torch.empty_strided(

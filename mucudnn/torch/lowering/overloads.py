@@ -5,8 +5,7 @@ corrections of PyTorch's models of its own kernels.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +43,11 @@ def as_laid_out(
             return _contiguous_bernoulli_like
     if function is torch.ops.aten._ctc_loss.Tensor:
         return padded_ctc
-    if function in _VIEWS_CHANGED and first is not None and _is_part(first, result):
+    if (
+        function in _VIEWS_CHANGED
+        and first is not None  # which may be a part of a larger storage
+        and first.untyped_storage().nbytes() > result.untyped_storage().nbytes()
+    ):
         return _of_part(function)
     if function in _REDUCED and result.numel() == 1:
         return _compact(function)
@@ -73,12 +76,6 @@ _VIEWS_CHANGED = {
 }
 """Operation that returns a copy with a changed view -> the view. PyTorch's kernels copy
 the whole storage of their first operand, of which it may be a small part."""
-
-
-def _is_part(first: torch.Tensor, result: torch.Tensor) -> bool:
-    """Return whether the storage of an operand is larger than that of the result."""
-    whole, part = first.untyped_storage().nbytes(), result.untyped_storage().nbytes()
-    return int(whole) > int(part)
 
 
 @functools.cache
@@ -167,16 +164,18 @@ def _signature(function: Any) -> list[tuple[str, str]]:
 
 _aten = torch.ops.aten
 
-_NORMS: Mapping[Any, bool] = MappingProxyType(
+_WITH_RUNNING = _aten._native_batch_norm_legit_functional.default
+"""The norm that has new running statistics among its results."""
+
+_NORMS = frozenset(
     {
-        _aten._native_batch_norm_legit.default: False,
-        _aten._native_batch_norm_legit.no_stats: False,
-        _aten._native_batch_norm_legit_functional.default: True,
-        _aten.native_batch_norm.default: False,
-        _aten.native_group_norm.default: False,
+        _WITH_RUNNING,
+        _aten._native_batch_norm_legit.default,
+        _aten._native_batch_norm_legit.no_stats,
+        _aten.native_batch_norm.default,
+        _aten.native_group_norm.default,
     }
 )
-"""Operation -> whether new running statistics are among its results."""
 
 
 def corrected(function: Any, args: Sequence[Any], results: Any) -> Any:
@@ -189,7 +188,7 @@ def corrected(function: Any, args: Sequence[Any], results: Any) -> Any:
         if args[0].is_cuda and function is not _aten.native_group_norm.default:
             saved = torch.promote_types(saved, torch.float32)
         types |= {1: saved, 2: saved}
-    if _NORMS[function]:
+    if function is _WITH_RUNNING:
         running = ((3, args[3]), (4, args[4]))
         types |= {k: t.dtype for k, t in running if isinstance(t, torch.Tensor)}
     return tuple(
@@ -200,11 +199,10 @@ def corrected(function: Any, args: Sequence[Any], results: Any) -> Any:
 
 def without_unread(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return operands without the running statistics that a function does not read."""
-    if function is _aten.cudnn_batch_norm_backward.default:
-        return (*args[:3], None, None, *args[5:])  # it is a training's only
-    if function is not _aten.native_batch_norm_backward.default or not args[7]:
-        return args
-    return (*args[:3], None, None, *args[5:])
+    unread = function is _aten.cudnn_batch_norm_backward.default  # always in training
+    if function is _aten.native_batch_norm_backward.default:
+        unread = args[7]
+    return (*args[:3], None, None, *args[5:]) if unread else args
 
 
 def without_masked(

@@ -37,7 +37,6 @@ class StripCall:
     Attributes:
         reads: Operand -> the rows that are read; rows outside of it are zeros.
         made: The rows of the results that are computed; None for sums over rows.
-        call: The call.
     """
 
     reads: Mapping[int, Interval]
@@ -81,12 +80,7 @@ class Site:
     """A call in a graph, with the split axes of its operands.
 
     Attributes:
-        op: Name of the operation.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
         results: Position of each output in the returned value.
-        inputs: Layouts of its operands.
-        outputs: Layouts of its results.
         axes: Split axis of each operand; None if it has none.
         batch: Number of rows; of images, of the first operand that has a split axis.
     """

@@ -7,6 +7,7 @@ pointwise operations share one rule and are found by their tag.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,26 +19,36 @@ from mucudnn.torch.splitting.axes import Axis, Cut, Rule, Site
 # Operations that only rearrange elements: the split axis moves to another index.
 
 
-def _moved(
-    index_of: Callable[[Site, int], int | None], *, shaped: tuple[int, ...] = ()
+def _along(
+    index_of: Callable[[Site, int], int | None],
+    *positions: int,
+    sums: Sequence[int] = (),
+    **more: Any,
 ) -> Rule:
-    """Return a rule for operations that move the split axis of their first argument.
+    """Return the rule of an operation whose results have the split axis of arguments.
 
     Args:
-        index_of: Takes the call and the axis, and returns its index in every result;
-            None if the call works along the split axis.
-        shaped: See `Cut`.
+        index_of: Takes the call and the index of the axis, and returns its index in
+            every result; None if the call works along the split axis.
+        positions: Arguments that have the axis.
+        sums: Results that are sums over the rows.
+        more: Further fields of `Cut`.
     """
 
     def rule(site: Site) -> Cut | None:
-        axis = site.axis(0)
+        axis = site.axis(positions[0])
         index = None if axis is None else index_of(site, axis.index)
         if axis is None or index is None:
             return None
-        outputs = (Axis(index, axis.each),) * len(site.outputs)
-        return Cut(site.at({0: axis}), outputs, shaped)
+        moved = Axis(index, axis.each)
+        outputs = tuple(None if path in sums else moved for path in site.results)
+        return Cut(site.at(dict.fromkeys(positions, axis)), outputs, **more)
 
     return rule
+
+
+_samples = partial(_along, lambda site, axis: None if axis else 0)
+"""Returns the rule of an operation on samples along axis 0; see `_along`."""
 
 
 def _same(site: Site, axis: int) -> int:
@@ -92,8 +103,17 @@ def _unless_along(position: int) -> Callable[[Site, int], int | None]:
     return lambda site, axis: None if _dim(site, position) == axis else axis
 
 
-def _padded(site: Site, axis: int) -> int | None:
-    return None if axis >= len(site.shape(0)) - len(site.args[1]) // 2 else axis
+def _before_last(position: int, each: int = 1) -> Callable[[Site, int], int | None]:
+    """Keep the index, unless it is one of the last axes, which an argument lists.
+
+    The argument has `each` numbers for every axis.
+    """
+
+    def index_of(site: Site, axis: int) -> int | None:
+        listed = len(site.args[position]) // each
+        return axis if axis < len(site.shape(0)) - listed else None
+
+    return index_of
 
 
 def _dim(site: Site, position: int) -> int:
@@ -138,36 +158,6 @@ def _gather(site: Site) -> Cut | None:
     if site.shape(0)[axis.index] != site.shape(2)[axis.index]:
         return None
     return Cut(site.at({0: axis, 2: axis}), (axis,))
-
-
-SHAPES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "aten.clone.default": _moved(_same),
-        "aten._to_copy.default": _moved(_same),
-        "aten.view.default": _view,
-        "aten._unsafe_view.default": _view,
-        "aten.permute.default": _moved(_permuted),
-        "aten.transpose.int": _moved(_transposed),
-        "aten.t.default": _moved(_matrix_transposed),
-        "aten.unsqueeze.default": _moved(_unsqueezed),
-        "aten.squeeze.dim": _moved(_squeezed),
-        "aten.squeeze.dims": _moved(_squeezed),
-        "aten.expand.default": _moved(_expanded, shaped=(1,)),
-        "aten.select.int": _moved(_selected),
-        "aten.unbind.int": _moved(_selected),
-        "aten.slice.Tensor": _moved(_unless_along(1)),
-        "aten.split.Tensor": _moved(_unless_along(2)),
-        "aten.split_with_sizes.default": _moved(_unless_along(2)),
-        "aten.cumsum.default": _moved(_unless_along(1)),
-        "aten.cat.default": lambda site: _joined(site, 0),
-        "aten.stack.default": lambda site: _joined(site, 1),
-        "aten.select_backward.default": _moved(_select_gradient, shaped=(1,)),
-        "aten.slice_backward.default": _moved(_unless_along(2), shaped=(1,)),
-        "aten.constant_pad_nd.default": _moved(_padded),
-        "aten.gather.default": _gather,
-    }
-)
-"""Operation -> its rule."""
 
 
 # Losses: means over the batch divide by the count of the whole batch.
@@ -241,24 +231,6 @@ COUNTED_LOSSES = frozenset(
 )
 """Losses whose mean divides by a count over the whole batch."""
 
-LOSSES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "aten.mse_loss.default": _pair(2),
-        "aten.mse_loss_backward.default": _pair(3, backward=True),
-        "aten.smooth_l1_loss.default": _pair(2),
-        "aten.smooth_l1_loss_backward.default": _pair(3, backward=True),
-        "aten.huber_loss.default": _pair(2),
-        "aten.huber_loss_backward.default": _pair(3, backward=True),
-        "aten.binary_cross_entropy.default": _pair(3, 2),
-        "aten.binary_cross_entropy_backward.default": _pair(4, 3, backward=True),
-        "aten.nll_loss_forward.default": _nll,
-        "aten.nll_loss2d_forward.default": _nll,
-        "aten.nll_loss_backward.default": _nll_backward,
-        "aten.nll_loss2d_backward.default": _nll_backward,
-    }
-)
-"""Operation -> its rule."""
-
 
 def cut_of(site: Site, call: Call) -> Cut | None:
     """Return how a call is cut; None if it stays whole."""
@@ -319,25 +291,6 @@ def _pointwise(site: Site) -> Cut | None:
     return Cut(inputs, (axis,) * len(site.outputs))
 
 
-def _samples(*positions: int, sums: Sequence[int] = (), **more: Any) -> Rule:
-    """Return the rule of an operation on samples along axis 0.
-
-    Args:
-        positions: Arguments with samples.
-        sums: Results that are sums over the samples.
-        more: Further fields of `Cut`.
-    """
-
-    def rule(site: Site) -> Cut | None:
-        axis = site.axis(positions[0])
-        if axis is None or axis.index != 0:
-            return None
-        outputs = tuple(None if path in sums else axis for path in site.results)
-        return Cut(site.at(dict.fromkeys(positions, axis)), outputs, **more)
-
-    return rule
-
-
 def _reduced(linear: bool, averaged: bool = False) -> Rule:
     """Return the rule of a reduction; only `linear` ones reduce the split axis."""
 
@@ -345,8 +298,8 @@ def _reduced(linear: bool, averaged: bool = False) -> Rule:
         axis, rank = site.axis(0), len(site.shape(0))
         if axis is None:
             return None
-        asked = site.arg(1, site.kwargs.get("dim"))
-        several = asked if isinstance(asked, Sequence) else (asked,)
+        dim = site.arg(1, site.kwargs.get("dim"))
+        several = dim if isinstance(dim, Sequence) else (dim,)
         # Without dimensions all of them are reduced.
         gone = {d % rank for d in several if d is not None} or set(range(rank))
         read = site.at({0: axis})
@@ -357,20 +310,6 @@ def _reduced(linear: bool, averaged: bool = False) -> Rule:
         before = 0 if kept else sum(d < axis.index for d in gone)
         found = Axis(axis.index - before, axis.each)
         return Cut(read, (found,) * len(site.outputs))
-
-    return rule
-
-
-def _softmax(*positions: int) -> Rule:
-    """Return the rule of a softmax, whose axis is the argument behind the tensors."""
-
-    def rule(site: Site) -> Cut | None:
-        axis = site.axis(positions[0])
-        if axis is None:
-            return None
-        if site.args[len(positions)] % len(site.shape(0)) == axis.index:
-            return None
-        return Cut(site.at(dict.fromkeys(positions, axis)), (axis,))
 
     return rule
 
@@ -395,26 +334,6 @@ def _product(first: int, added: bool) -> Rule:
         return Cut(site.at(both), (None,))
 
     return rule
-
-
-def _layer_norm(*positions: int, sizes: int) -> Rule:
-    """Return the rule of a layer norm; gradients of parameters are sums."""
-
-    def rule(site: Site) -> Cut | None:
-        axis = site.axis(positions[0])
-        trailing = len(site.args[sizes])
-        if axis is None or axis.index >= len(site.shape(positions[0])) - trailing:
-            return None
-        backward = len(positions) > 1
-        outputs = tuple(None if backward and path else axis for path in site.results)
-        return Cut(site.at(dict.fromkeys(positions, axis)), outputs)
-
-    return rule
-
-
-def _embedding(site: Site) -> Cut | None:
-    axis = site.axis(1)
-    return None if axis is None else Cut(site.at({1: axis}), (axis,))
 
 
 def _embedding_backward(site: Site) -> Cut | None:
@@ -472,11 +391,11 @@ _POOLS = {
 
 _RESIZED = {
     name: rule
-    for kind, at in (("nearest2d", 2), ("bilinear2d", 2), ("bicubic2d", 2))
+    for kind in ("nearest2d", "bilinear2d", "bicubic2d")
     for name, rule in (
         (f"aten.upsample_{kind}.default", _samples(0)),
         (f"aten.upsample_{kind}.vec", _samples(0)),
-        (f"aten.upsample_{kind}_backward.default", _samples(0, shaped=(at,))),
+        (f"aten.upsample_{kind}_backward.default", _samples(0, shaped=(2,))),
     )
 }
 
@@ -501,27 +420,62 @@ UNDRAWN = frozenset({f"{_FLASH}.default", f"{_FLASH}_backward.default"})
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        **SHAPES,
-        **LOSSES,
+        "aten.clone.default": _along(_same, 0),
+        "aten._to_copy.default": _along(_same, 0),
+        "aten.view.default": _view,
+        "aten._unsafe_view.default": _view,
+        "aten.permute.default": _along(_permuted, 0),
+        "aten.transpose.int": _along(_transposed, 0),
+        "aten.t.default": _along(_matrix_transposed, 0),
+        "aten.unsqueeze.default": _along(_unsqueezed, 0),
+        "aten.squeeze.dim": _along(_squeezed, 0),
+        "aten.squeeze.dims": _along(_squeezed, 0),
+        "aten.expand.default": _along(_expanded, 0, shaped=(1,)),
+        "aten.select.int": _along(_selected, 0),
+        "aten.unbind.int": _along(_selected, 0),
+        "aten.slice.Tensor": _along(_unless_along(1), 0),
+        "aten.split.Tensor": _along(_unless_along(2), 0),
+        "aten.split_with_sizes.default": _along(_unless_along(2), 0),
+        "aten.cumsum.default": _along(_unless_along(1), 0),
+        "aten.cat.default": lambda site: _joined(site, 0),
+        "aten.stack.default": lambda site: _joined(site, 1),
+        "aten.select_backward.default": _along(_select_gradient, 0, shaped=(1,)),
+        "aten.slice_backward.default": _along(_unless_along(2), 0, shaped=(1,)),
+        "aten.constant_pad_nd.default": _along(_before_last(1, each=2), 0),
+        "aten.gather.default": _gather,
         **_POOLS,
         **_RESIZED,
         **_REDUCED,
-        "aten._softmax.default": _softmax(0),
-        "aten._log_softmax.default": _softmax(0),
-        "aten._softmax_backward_data.default": _softmax(0, 1),
-        "aten._log_softmax_backward_data.default": _softmax(0, 1),
+        "aten.mse_loss.default": _pair(2),
+        "aten.mse_loss_backward.default": _pair(3, backward=True),
+        "aten.smooth_l1_loss.default": _pair(2),
+        "aten.smooth_l1_loss_backward.default": _pair(3, backward=True),
+        "aten.huber_loss.default": _pair(2),
+        "aten.huber_loss_backward.default": _pair(3, backward=True),
+        "aten.binary_cross_entropy.default": _pair(3, 2),
+        "aten.binary_cross_entropy_backward.default": _pair(4, 3, backward=True),
+        "aten.nll_loss_forward.default": _nll,
+        "aten.nll_loss2d_forward.default": _nll,
+        "aten.nll_loss_backward.default": _nll_backward,
+        "aten.nll_loss2d_backward.default": _nll_backward,
+        "aten._softmax.default": _along(_unless_along(1), 0),
+        "aten._log_softmax.default": _along(_unless_along(1), 0),
+        "aten._softmax_backward_data.default": _along(_unless_along(2), 0, 1),
+        "aten._log_softmax_backward_data.default": _along(_unless_along(2), 0, 1),
         "aten.mm.default": _product(0, added=False),
         "aten.addmm.default": _product(1, added=True),
         "aten.bmm.default": _samples(0, 1),
         "aten.convolution.default": _samples(0),
         "aten.convolution_backward.default": _samples(0, 1, sums=(1, 2)),
-        "aten.native_layer_norm.default": _layer_norm(0, sizes=1),
-        "aten.native_layer_norm_backward.default": _layer_norm(0, 1, 3, 4, sizes=2),
+        "aten.native_layer_norm.default": _along(_before_last(1), 0),
+        "aten.native_layer_norm_backward.default": _along(
+            _before_last(2), *(0, 1, 3, 4), sums=(1, 2)
+        ),
         "aten.native_group_norm.default": _samples(0, counted=(3,)),
         "aten.native_group_norm_backward.default": _samples(
             *(0, 1, 2, 3), sums=(1, 2), counted=(5,)
         ),
-        "aten.embedding.default": _embedding,
+        "aten.embedding.default": _along(_same, 1),
         "aten.embedding_dense_backward.default": _embedding_backward,
         f"{_FLASH}.default": _attention(backward=False),
         f"{_FLASH}_backward.default": _attention(backward=True),

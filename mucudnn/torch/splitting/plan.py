@@ -28,14 +28,10 @@ from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.split_search import plan_splitting
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
 from mucudnn.torch.plan import TorchPlan
-from mucudnn.torch.planning import Planner
+from mucudnn.torch.planning import Planner, too_small
 from mucudnn.torch.splitting.axes import Axis, Cut, layout_of_rows
-from mucudnn.torch.splitting.prepare import (
-    rewrite_for_cutting,
-    split_norms,
-    without_shape_operands,
-)
-from mucudnn.torch.splitting.recurrent import has_recurrence, without_workspaces
+from mucudnn.torch.splitting.prepare import FillsAndLosses, Norms, ShapeOperands
+from mucudnn.torch.splitting.recurrent import LAYER, LayersWithoutWorkspace
 from mucudnn.torch.splitting.traits import SplittableStep, follow_rows
 
 _IMAGES = 3
@@ -88,9 +84,11 @@ def _along_batch(lowered: Lowered, names: Sequence[str]) -> SplittableStep | Non
     if samples < 2:
         return None
     axes = dict.fromkeys(given, Axis(0))
-    ready = rewrite_for_cutting(lowered)
-    if has_recurrence(lowered.graph):  # samples are strided in its tensors
-        found = follow_rows(without_workspaces(split_norms(ready)), axes, None)
+    ready = FillsAndLosses(lowered).rewritten()
+    # Samples are strided in the tensors of an LSTM.
+    if any(node.op == LAYER for node in lowered.graph.nodes):
+        ready = LayersWithoutWorkspace(Norms(ready).rewritten()).rewritten()
+        found = follow_rows(ready, axes, None)
     else:
         found = follow_rows(ready, axes, samples)
     return found if found.cuts and axes.keys() & found.axes.keys() else None
@@ -111,7 +109,9 @@ def _along_height(lowered: Lowered, names: Sequence[str]) -> SplittableStep | No
         for name, shape in shapes.items()
         if len(shape) >= most - 1
     }
-    ready = split_norms(without_shape_operands(rewrite_for_cutting(lowered)))
+    ready = lowered
+    for rewriter in (FillsAndLosses, ShapeOperands, Norms):
+        ready = rewriter(ready).rewritten()
     found = follow_rows(ready, images, None)
     return found if found.cuts and images.keys() & found.axes.keys() else None
 
@@ -149,13 +149,12 @@ class SplitCandidates:
             if e.least_bytes is None:
                 raise
             least = e.least_bytes - self._planners[0].caller_bytes
-            raise PlanningError(
+            message = (
                 f"neither whole nor in parts does the step fit into "
                 f"{exact_bytes(int(budget))}; the least budget that works is "
-                f"{exact_bytes(least)}",
-                short_by=least - int(budget),
-                least_bytes=least,
-            ) from None
+                f"{exact_bytes(least)}"
+            )
+            raise too_small(message, budget, least) from None
         chosen = found.chosen
         if chosen.request is None or chosen.plan is None:
             raise PlanningError("the step has no plan")
@@ -169,13 +168,9 @@ class SplitCandidates:
         return planner, described
 
     def step(self, request: Callable[[Planner], StepRequest]) -> SplitStep:
-        """Return the candidates as the passes plan them.
-
-        Args:
-            request: What to plan, given the planner of a candidate.
-        """
+        """Return the candidates, of whose planners `request` returns what to plan."""
         return SplitStep(
-            self._splittable.graph,
+            self._splittable.lowered.graph,
             self._complete,
             lambda graph: self._planner(graph).profile,
             lambda graph, profile: request(self._planner(graph)),
@@ -184,7 +179,7 @@ class SplitCandidates:
     def _complete(self, graph: Graph) -> Graph:
         """Return the graph of a candidate with its updates; remember its planner."""
         lowered = self._whole
-        if graph is not self._splittable.graph:
+        if graph is not self._splittable.lowered.graph:
             lowered = _SliceCalls(self._splittable, graph).lowered()
         planner = self._make(lowered)
         self._planners.append(planner)
@@ -347,14 +342,9 @@ def slice_call(
     shape: Sequence[int],
     narrowed: Mapping[int, Axis],
 ) -> Call:
-    """Return a call for some samples.
+    """Return a call for some samples, whose first result has a shape.
 
-    Args:
-        call: The call for all samples.
-        cut: How it is cut.
-        rows: The samples.
-        shape: Shape of the first result.
-        narrowed: Operands that are given whole, and their axes: the call reads a part.
+    Operands in `narrowed` are given whole, and the call reads a part along their axes.
     """
     leaves = {
         i: Number(

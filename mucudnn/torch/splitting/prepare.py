@@ -3,8 +3,8 @@
 * Tensors filled with a constant do not read the tensor that gives their shape.
 * A mean loss of classes divides by a count over the whole batch. The count is computed
   first, from labels alone; the loss is summed; the sum is divided.
-* For strips, batch norms in training become several nodes (`split_norms`), and the
-  gradients of images do not read the images (`without_shape_operands`).
+* For strips, batch norms in training become several nodes (`Norms`), and the
+  gradients of images do not read the images (`ShapeOperands`).
 """
 
 from abc import ABC, abstractmethod
@@ -76,6 +76,16 @@ class GraphRewriter(ABC):
         )
 
 
+def renumbered(
+    node: Node, args: Sequence[Any]
+) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return the inputs that some arguments of a node name, and these arguments."""
+    used = dict.fromkeys(a.index for a in args if isinstance(a, Operand))
+    place = {index: i for i, index in enumerate(used)}
+    found = (Operand(place[a.index]) if isinstance(a, Operand) else a for a in args)
+    return tuple(node.inputs[index] for index in used), tuple(found)
+
+
 def _is_contiguous(layout: Layout) -> bool:
     plain = torch.empty(layout.shape, device="meta").stride()
     return layout.stride == tuple(plain)
@@ -96,12 +106,9 @@ _FILLED: Mapping[str, Callable[[tuple[Any, ...]], Any]] = MappingProxyType(
 _UNFILLED = frozenset({"aten.empty_like.default", "aten.new_empty.default"})
 
 
-def rewrite_for_cutting(lowered: Lowered) -> Lowered:
-    """Rewrite constant tensors and mean losses of classes."""
-    return _FillsAndLosses(lowered).rewritten()
+class FillsAndLosses(GraphRewriter):
+    """Rewrites constant tensors and mean losses of classes."""
 
-
-class _FillsAndLosses(GraphRewriter):
     def write(self, node: Node) -> None:
         """Append a node, or its replacement."""
         call = self.calls[node.name]
@@ -115,7 +122,7 @@ class _FillsAndLosses(GraphRewriter):
         elif (
             (node.op in _FILLED or node.op in _UNFILLED)
             and _is_contiguous(self.layouts[node.outputs[0]])
-            and not any(map(_is_tensor, call.args[1:]))
+            and not any(isinstance(a, Operand) for a in call.args[1:])
         ):
             self._fill(node, call)
         else:
@@ -125,14 +132,11 @@ class _FillsAndLosses(GraphRewriter):
         layout = self.layouts[node.outputs[0]]
         kind = {"dtype": layout.dtype, "device": layout.device}
         sizes = list(layout.shape)
-        if node.op in _UNFILLED:
-            function: Any = torch.ops.aten.empty.memory_format
-            filled = Call(function, (sizes,), kind, (None,))
-        else:
-            value = _FILLED[node.op](call.args)
+        function, args = torch.ops.aten.empty.memory_format, [sizes]
+        if node.op in _FILLED:
             function = torch.ops.aten.full.default
-            filled = Call(function, (sizes, value), kind, (None,))
-        self.calls[node.name] = filled
+            args.append(_FILLED[node.op](call.args))
+        self.calls[node.name] = Call(function, tuple(args), kind, (None,))
         self.nodes.append(replace(node, inputs=()))
 
     def _loss(self, node: Node, call: Call) -> None:
@@ -144,8 +148,10 @@ class _FillsAndLosses(GraphRewriter):
         else:
             count = self.declare(f"{node.name}:count", loss, ())
         total = self.declare(f"{node.name}:sum", loss, ())
-        read = [node.inputs[a.index] for a in (labels, weights) if _is_tensor(a)]
-        given = [Operand(0), Operand(1) if _is_tensor(weights) else None]
+        read = [
+            node.inputs[a.index] for a in (labels, weights) if isinstance(a, Operand)
+        ]
+        given = [Operand(0), Operand(1) if isinstance(weights, Operand) else None]
         dtype = self.layouts[loss].dtype
         counted = Call(_label_count, (*given, ignored, dtype), {}, (None,))
         self.add(node, "count", f"{node.op}:count", counted, read, [count])
@@ -154,10 +160,6 @@ class _FillsAndLosses(GraphRewriter):
         self.add(node, "sums", node.op, summed, node.inputs, [total])
         divided = Call(torch.ops.aten.div.Tensor, (Operand(0), Operand(1)), {}, (None,))
         self.add(node, "mean", f"{node.op}:mean", divided, [total, count], [loss])
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Operand)
 
 
 def _label_count(
@@ -180,17 +182,6 @@ def _label_count(
 # LeVeque, 1979); then each strip is normalized by the merged statistics. Backward:
 # gradients of parameters are sums over strips, and a strip's own gradient follows from
 # them. The kernels are PyTorch's for given statistics.
-
-
-SUMS = "batch_norm:sums"
-
-MERGE = "batch_norm:merge"
-
-APPLY = "batch_norm:apply"
-
-GRAD_SUMS = "batch_norm:grad_sums"
-
-GRAD_APPLY = "batch_norm:grad_apply"
 
 
 def sums(x: torch.Tensor) -> torch.Tensor:
@@ -297,10 +288,10 @@ def _by_rows(*positions: int, **more: Any) -> Rule:
 
 NORMS: Mapping[str, Rule] = MappingProxyType(
     {
-        SUMS: _by_rows(0, gathered=True),
-        APPLY: _by_rows(1),
-        GRAD_SUMS: _by_rows(1, 2),
-        GRAD_APPLY: _by_rows(1, 2),
+        "batch_norm:sums": _by_rows(0, gathered=True),
+        "batch_norm:apply": _by_rows(1),
+        "batch_norm:grad_sums": _by_rows(1, 2),
+        "batch_norm:grad_apply": _by_rows(1, 2),
     }
 )
 """Operation -> its rule; the merge of statistics stays whole."""
@@ -318,12 +309,9 @@ _TYPES = frozenset({torch.float32, torch.float64})
 """Types of batch norms that are split; those of lower precision stay whole."""
 
 
-def split_norms(lowered: Lowered) -> Lowered:
-    """Rewrite batch norms of images in training as several nodes each."""
-    return _Norms(lowered).rewritten()
+class Norms(GraphRewriter):
+    """Rewrites batch norms of images in training as several nodes each."""
 
-
-class _Norms(GraphRewriter):
     def __init__(self, lowered: Lowered) -> None:
         super().__init__(lowered)
         self._variances: dict[str, tuple[str, float]] = {}
@@ -359,13 +347,13 @@ class _Norms(GraphRewriter):
                 results[path] = self.declare(f"{node.name}:{kind}", image, (channels,))
         variance = self.declare(f"{node.name}:variance", image, (channels,))
         self._variances[results[1]] = variance, eps
-        self._add(node, SUMS, sums, (), [image], {None: sums_of_strip})
+        self._add(node, "sums", sums, (), [image], {None: sums_of_strip})
         merged = {0: results[1], 1: results[2], 2: variance}
         merged |= {path: results[path] for path in (3, 4) if path in results}
         read = [*ran, [sums_of_strip]]
-        self._add(node, MERGE, merged_parts, (momentum, eps), read, merged)
+        self._add(node, "merge", merged_parts, (momentum, eps), read, merged)
         read = [image, results[1], variance, weights, biases]
-        self._add(node, APPLY, normalised, (eps,), read, {None: results[0]})
+        self._add(node, "apply", normalised, (eps,), read, {None: results[0]})
         return True
 
     def _backward(self, node: Node, call: Call) -> bool:
@@ -382,12 +370,12 @@ class _Norms(GraphRewriter):
         variance, eps = known
         read = [gradient, image, mean, variance]
         summed = {0: results[1], 1: results[2]}
-        self._add(node, GRAD_SUMS, grad_sums, (eps,), read, summed)
+        self._add(node, "grad_sums", grad_sums, (eps,), read, summed)
         if 0 in results:
             count = torch.Size(shape).numel() // shape[1]
             read = [gradient, image, mean, inverse, results[1], results[2], weights]
             made = {None: results[0]}
-            self._add(node, GRAD_APPLY, grad_applied, (count,), read, made)
+            self._add(node, "grad_apply", grad_applied, (count,), read, made)
         return True
 
     def _names(self, node: Node, values: Sequence[Any]) -> list[Any]:
@@ -405,7 +393,7 @@ class _Norms(GraphRewriter):
     def _add(
         self,
         node: Node,
-        op: str,
+        kind: str,
         function: Any,
         options: tuple[Any, ...],
         tensors: Sequence[Any],
@@ -426,9 +414,9 @@ class _Norms(GraphRewriter):
             else:
                 args.append(None if tensor is None else Operand(inputs.index(tensor)))
         call = Call(function, (*options, *args), MappingProxyType({}), tuple(results))
-        traits = _NOT_RECOMPUTED if op == MERGE else PLAIN
-        suffix = op.partition(":")[2]
-        self.add(node, suffix, op, call, inputs, [*results.values()], traits)
+        traits = _NOT_RECOMPUTED if kind == "merge" else PLAIN
+        op, outputs = f"batch_norm:{kind}", [*results.values()]
+        self.add(node, kind, op, call, inputs, outputs, traits)
 
 
 # Gradients without the operands of which they read the shape alone.
@@ -456,13 +444,7 @@ _TRANSPOSED = 7
 
 @dataclass(frozen=True, slots=True)
 class ShapedGradient:
-    """A call of `gradient_of_shape`, by its arguments.
-
-    Attributes:
-        function: PyTorch's function.
-        sizes: Shape of the images.
-        args: PyTorch's arguments, without the images.
-    """
+    """A call of `gradient_of_shape`; `args` are PyTorch's, without the images."""
 
     function: Any
     sizes: tuple[int, ...]
@@ -489,16 +471,13 @@ def gradient_of_shape(
     return function(gradient, gradient.new_zeros(()).expand(sizes), *args)
 
 
-def without_shape_operands(lowered: Lowered) -> Lowered:
-    """Rewrite gradients of images so that they do not read the images.
+class ShapeOperands(GraphRewriter):
+    """Rewrites gradients of images so that they do not read the images.
 
     The bias's gradient of a transposed convolution becomes a sum of its own: the rows
     that strips of the filter's gradient read overlap.
     """
-    return _ShapeOperands(lowered).rewritten()
 
-
-class _ShapeOperands(GraphRewriter):
     def write(self, node: Node) -> None:
         """Append a node, or its replacement."""
         call = self.calls[node.name]
@@ -520,15 +499,10 @@ class _ShapeOperands(GraphRewriter):
         return _is_contiguous(self.layouts[node.inputs[image.index]])
 
     def _without_image(self, node: Node, call: Call) -> None:
-        gone = call.args[_IMAGE].index
-        moved = [
-            Operand(a.index - (a.index > gone)) if isinstance(a, Operand) else a
-            for a in call.args
-        ]
-        sizes = self.layouts[node.inputs[gone]].shape
-        args = (*moved[:_IMAGE], *moved[_IMAGE + 1 :])
+        sizes = self.layouts[node.inputs[call.args[_IMAGE].index]].shape
+        others = *call.args[:_IMAGE], *call.args[_IMAGE + 1 :]
+        inputs, args = renumbered(node, others)
         self.calls[node.name] = ShapedGradient(call.function, sizes, args).call(call)
-        inputs = (*node.inputs[:gone], *node.inputs[gone + 1 :])
         self.nodes.append(replace(node, inputs=inputs))
 
     def _separate_bias(self, node: Node, call: Call) -> None:

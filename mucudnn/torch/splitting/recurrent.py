@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.graph import Node
 from mucudnn.torch.lowering.lowered import Lowered, Operand
 from mucudnn.torch.lowering.overloads import lstm_layer
 from mucudnn.torch.splitting.axes import Axis, Cut, Rule, Site
-from mucudnn.torch.splitting.prepare import GraphRewriter
+from mucudnn.torch.splitting.prepare import GraphRewriter, renumbered
 
-_LAYER = "aten.mkldnn_rnn_layer.default"
+LAYER = "aten.mkldnn_rnn_layer.default"
 
 _BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
 
@@ -33,17 +33,9 @@ _SAVED = slice(7, 10)
 """Positions of the layer's results among the arguments of its gradients."""
 
 
-def has_recurrence(graph: Graph) -> bool:
-    """Return whether a graph has a layer of an LSTM."""
-    return any(node.op == _LAYER for node in graph.nodes)
+class LayersWithoutWorkspace(GraphRewriter):
+    """Rewrites LSTMs' layers and gradients as operations without a workspace."""
 
-
-def without_workspaces(lowered: Lowered) -> Lowered:
-    """Rewrite LSTMs' layers and their gradients as operations without a workspace."""
-    return _Layers(lowered).rewritten()
-
-
-class _Layers(GraphRewriter):
     def __init__(self, lowered: Lowered) -> None:
         super().__init__(lowered)
         readers: dict[str, list[str]] = {}
@@ -56,7 +48,7 @@ class _Layers(GraphRewriter):
     def write(self, node: Node) -> None:
         """Append a node, or its replacement."""
         call = self.calls[node.name]
-        if node.op == _LAYER and _WORKSPACE in call.results:
+        if node.op == LAYER and _WORKSPACE in call.results:
             results = dict(zip(call.results, node.outputs, strict=True))
             workspace = results.pop(_WORKSPACE)
             if workspace in self._spare:
@@ -65,7 +57,11 @@ class _Layers(GraphRewriter):
                 kept = tuple(results.values())
                 self.nodes.append(replace(node, op=_CUT_LAYER, outputs=kept))
                 return
-        elif node.op == _BACKWARD and _workspace_of(node, call.args) in self._spare:
+        elif (
+            node.op == _BACKWARD
+            and isinstance(workspace := call.args[-1], Operand)
+            and node.inputs[workspace.index] in self._spare
+        ):
             self._write_gradients(node)
             return
         self.nodes.append(node)
@@ -74,26 +70,11 @@ class _Layers(GraphRewriter):
         """Append gradients that run the layer again."""
         call = self.calls[node.name]
         given = [*call.args[: _SAVED.start], *call.args[_SAVED.stop : -1]]
-        inputs: list[str] = []
-
-        def bound(value: Any) -> Any:
-            if not isinstance(value, Operand):
-                return value
-            if (name := node.inputs[value.index]) not in inputs:
-                inputs.append(name)
-            return Operand(inputs.index(name))
-
-        args = tuple(map(bound, given))
+        inputs, args = renumbered(node, given)
         self.calls[node.name] = replace(call, function=lstm_gradients, args=args)
         traits = replace(node.traits, recomputable=True)
-        self.nodes.append(
-            replace(node, op=_CUT_BACKWARD, inputs=tuple(inputs), traits=traits)
-        )
-
-
-def _workspace_of(node: Node, args: tuple[Any, ...]) -> str:
-    workspace = args[-1]
-    return node.inputs[workspace.index] if isinstance(workspace, Operand) else ""
+        made = replace(node, op=_CUT_BACKWARD, inputs=inputs, traits=traits)
+        self.nodes.append(made)
 
 
 def lstm_gradients(*args: Any) -> tuple[torch.Tensor, ...]:

@@ -31,52 +31,42 @@ _HEIGHT = Axis(HEIGHT)
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Options of a convolution, one number for each spatial axis.
+    """Options of a convolution among the arguments of its call.
 
     Attributes:
         window: The window along the height.
-        before: Arguments before the options.
-        stride: Strides.
-        padding: Padding.
-        dilation: Dilations.
         transposed: Whether the convolution is transposed.
-        output_padding: Additional rows and columns of a transposed convolution.
-        behind: Arguments behind the options.
+        given: All arguments, with one number for each spatial axis in every option.
+        first: Position of the stride, before padding, dilation, `transposed` and the
+            additional rows and columns of a transposed convolution.
     """
 
     window: Window
-    before: tuple[Any, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
     transposed: bool
-    output_padding: tuple[int, ...]
-    behind: tuple[Any, ...]
+    given: tuple[Any, ...]
+    first: int
 
     @classmethod
     def of(cls, args: Sequence[Any], first: int, filters: Sequence[int]) -> "_Options":
         """Return the options that begin at argument `first`."""
-        dims = len(filters) - HEIGHT
-        stride, padding, dilation, transposed, more, *behind = args[first:]
-        stride, padding, dilation, more = (
-            tuple(some) * (dims if len(some) == 1 else 1)
-            for some in (stride, padding, dilation, more)
-        )
+        given = [*args]
+        for at in (first, first + 1, first + 2, first + 4):
+            given[at] = _for_each_axis(given[at], len(filters) - HEIGHT)
+        stride, padding, dilation, transposed = given[first : first + 4]
         window = Window(filters[HEIGHT], stride[0], padding[0], dilation[0])
-        options = stride, padding, dilation, transposed, more
-        return cls(window, tuple(args[:first]), *options, tuple(behind))
+        return cls(window, transposed, tuple(given), first)
 
     def args(self, padding: int, output_padding: int = 0) -> tuple[Any, ...]:
         """Return all arguments of a strip with this padding along the height."""
-        return (
-            *self.before,
-            list(self.stride),
-            [padding, *self.padding[1:]],
-            list(self.dilation),
-            self.transposed,
-            [output_padding, *self.output_padding[1:]],
-            *self.behind,
-        )
+        found = [*self.given]
+        for at, along in ((1, padding), (4, output_padding)):
+            found[self.first + at] = [along, *found[self.first + at][1:]]
+        return tuple(found)
+
+
+def _for_each_axis(option: Sequence[int], axes: int) -> list[int]:
+    """Return an option with a number for each spatial axis, if it has one for all."""
+    return [*option] * (axes if len(option) == 1 else 1)
 
 
 def convolution(site: Site, call: Call) -> Cut | None:
@@ -169,23 +159,17 @@ def _with_height(sizes: Sequence[int], rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Options of a pool, one number for each spatial axis.
+    """Options of a pool.
 
     Attributes:
         window: The window along the height.
-        kernel: Size of a window.
-        stride: Strides.
-        padding: Padding.
-        dilation: Dilations; None for operations without this argument.
+        args: Arguments of a strip, which has no padding along the height.
         ceil: PyTorch's `ceil_mode`: windows may end outside of the image.
         behind: Arguments behind the options.
     """
 
     window: Window
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...] | None
+    args: tuple[Any, ...]
     ceil: bool
     behind: tuple[Any, ...]
 
@@ -198,19 +182,12 @@ class _Pool:
         dilation = rest[2] if dilated and len(rest) > 2 else [1]
         ceil, *behind = [*rest[2 + dilated :]] or [False]
         kernel, stride, padding, dilation = (
-            tuple(some) * (dims if len(some) == 1 else 1)
-            for some in (kernel, stride, padding, dilation)
+            _for_each_axis(option, dims)
+            for option in (kernel, stride, padding, dilation)
         )
         window = Window(kernel[0], stride[0], padding[0], dilation[0])
-        options = kernel, stride, padding, dilation if dilated else None
-        return cls(window, *options, ceil, tuple(behind))
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """The arguments of a strip, which has no padding along the height."""
-        padding = [0, *self.padding[1:]]
-        dilation = [] if self.dilation is None else [list(self.dilation)]
-        return list(self.kernel), list(self.stride), padding, *dilation, self.ceil
+        options = kernel, stride, [0, *padding[1:]], *([dilation] * dilated), ceil
+        return cls(window, options, ceil, tuple(behind))
 
     @property
     def counts_windows(self) -> bool:
@@ -412,15 +389,6 @@ def _resized_backward(around: int, site: Site, call: Call) -> Cut | None:
     return Cut({gradient: _HEIGHT}, (_HEIGHT,), stripped=strip)
 
 
-nearest = partial(_resized, 0)
-
-nearest_backward = partial(_resized_backward, 0)
-
-bilinear = partial(_resized, 1)
-
-bilinear_backward = partial(_resized_backward, 1)
-
-
 def _scale(around: int, size: int, total: int, call: Call) -> int | None:
     """Return the integer scale of an enlargement; None if strips would round otherwise.
 
@@ -499,10 +467,10 @@ def strip_of(site: Site, call: Call) -> Cut | None:
 def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
     """Return the split axes of the results of a call that stays whole.
 
-    The results of images are taken for images. If that is wrong, nothing is computed
-    wrong: the rules hold along any axis.
+    The results of images are treated as images. A wrong guess changes no result, as the
+    rules hold along any axis.
     """
-    if site.op == _CROPPED:
+    if site.op == "aten.slice.Tensor":  # a view, of which strips read row ranges
         return (site.axis(0),)
     imaged = any(axis == _HEIGHT for axis in site.axes)
     rank = max((len(layout.shape) for layout in site.inputs), default=0)
@@ -511,9 +479,6 @@ def strip_carried(site: Site, call: Call) -> tuple[Axis | None, ...]:
         for layout, axis in zip(site.outputs, carried(site, call), strict=True)
     )
 
-
-_CROPPED = "aten.slice.Tensor"
-"""A view of some rows, of which strips read row ranges."""
 
 IMAGE_RULES: Mapping[str, Callable[[Site, Call], Cut | None]] = MappingProxyType(
     {
@@ -529,15 +494,15 @@ IMAGE_RULES: Mapping[str, Callable[[Site, Call], Cut | None]] = MappingProxyType
         "aten.max_pool3d_with_indices.default": max_pool,
         "aten.max_pool3d_with_indices_backward.default": max_pool_backward,
         "aten.slice_backward.default": slice_backward,
-        "aten.upsample_bilinear2d.default": bilinear,
-        "aten.upsample_bilinear2d.vec": bilinear,
-        "aten.upsample_bilinear2d_backward.default": bilinear_backward,
-        "aten.upsample_nearest2d.default": nearest,
-        "aten.upsample_nearest2d.vec": nearest,
-        "aten.upsample_nearest2d_backward.default": nearest_backward,
-        "aten.upsample_nearest3d.default": nearest,
-        "aten.upsample_nearest3d.vec": nearest,
-        "aten.upsample_nearest3d_backward.default": nearest_backward,
+    }
+    | {
+        f"aten.upsample_{kind}{form}": partial(rule, around)
+        for kind, around in (("nearest2d", 0), ("nearest3d", 0), ("bilinear2d", 1))
+        for form, rule in (
+            (".default", _resized),
+            (".vec", _resized),
+            ("_backward.default", _resized_backward),
+        )
     }
 )
 """Operation -> its rule."""

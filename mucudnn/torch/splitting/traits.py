@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from mucudnn.ir.graph import Graph, Node
+from mucudnn.ir.graph import Node
 from mucudnn.ir.strips import HEIGHT
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import Batch, Operands, Rows, Strip
@@ -39,11 +39,6 @@ class SplittableStep:
     lowered: Lowered
     cuts: Mapping[str, Cut]
     axes: Mapping[str, Axis]
-
-    @property
-    def graph(self) -> Graph:
-        """The graph that passes work on."""
-        return self.lowered.graph
 
 
 def follow_rows(
@@ -118,7 +113,9 @@ class _Follower:
         if strips:
             traits = replace(node.traits, random=random, strips=self._strips(node, cut))
         else:
-            batch = Batch(*self._places(node, cut, _SAMPLES), sliced=_with_rows)
+            batch = Batch(
+                *self._places(node, cut, _SAMPLES), sliced=partial(_with_rows, None)
+            )
             traits = replace(node.traits, random=random, batch=batch)
         return replace(node, traits=traits)
 
@@ -162,7 +159,7 @@ class _Follower:
         layout = self._lowered.layouts[node.inputs[index]]
         size = layout.shape[axis.index] // axis.each
         gathered = tuple(range(len(cut.outputs))) if cut.gathered else ()
-        return Batch(*places, gathered=gathered, sliced=partial(_with_rows_of, size))
+        return Batch(*places, gathered=gathered, sliced=partial(_with_rows, size))
 
     def _places(
         self, node: Node, cut: Cut, place: int
@@ -209,17 +206,10 @@ class _Follower:
 
 
 def _with_rows(
-    attrs: Mapping[str, Any], specs: object, rows: Rows
+    size: int | None, attrs: Mapping[str, Any], specs: object, rows: Rows
 ) -> Mapping[str, Any]:
-    """Return a slice's attributes with the samples that it computes."""
-    return {**attrs, "rows": rows}
-
-
-def _with_rows_of(
-    size: int, attrs: Mapping[str, Any], specs: object, rows: Rows
-) -> Mapping[str, Any]:
-    """Return a strip's attributes with the rows, of `size`, that it computes."""
-    return {**attrs, "rows": rows.of(size)}
+    """Return the attributes of a slice, or of a strip of `size` rows, with its rows."""
+    return {**attrs, "rows": rows if size is None else rows.of(size)}
 
 
 def _strip(stripped: Stripped, node: Operands, rows: Rows) -> Strip:
