@@ -102,6 +102,21 @@ def test_steps_are_eager_ones_within_every_budget(name):
 
 
 @pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("name", slow("short resnet18", "vit"))
+def test_compiled_steps_are_those_of_torch_compile_within_every_budget(name):
+    needs_packages(name)
+    torch._dynamo.reset()
+    wanted = eager(name, sgd, STEPS, compiled=True)
+    steps = Steps(name, sgd, inductor=True)
+    free = kept(steps, wanted, float("inf"))
+    assert free.kernels
+    least = steps.least_budget()
+    assert least < free.peak_bytes
+    for share in SHARES:
+        kept(steps, wanted, int(least + share * (free.peak_bytes - least)))
+
+
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", ["small unet", *slow(*SHORT, *WHOLE)])
 def test_compiled_gradients_are_eager_ones_within_a_budget(name):
     needs_packages(name)

@@ -104,16 +104,21 @@ def different(found, wanted):
     return [key for key, value in wanted.items() if not torch.equal(found[key], value)]
 
 
-def eager(name, optimizer_of, steps):
-    """What steps of PyTorch's own come to."""
+def eager(name, optimizer_of, steps, compiled=False):
+    """What steps of PyTorch's own come to; with both passes compiled, if asked."""
     case = build(name)
     optimizer = optimizer_of(case.model)
+
+    def loss_of(x, *targets):
+        return case.loss_fn(case.model(x), *targets)
+
+    if compiled:
+        loss_of = torch.compile(loss_of, fullgraph=True)
     losses = []
     torch.manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()
-        x, *targets = case.batch
-        loss = case.loss_fn(case.model(x), *targets)
+        loss = loss_of(*case.batch)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
@@ -123,9 +128,9 @@ def eager(name, optimizer_of, steps):
 class Steps:
     """Planned steps of one network under several budgets, measured once."""
 
-    def __init__(self, name, optimizer_of):
+    def __init__(self, name, optimizer_of, **options):
         self._name, self._optimizer_of = name, optimizer_of
-        self._profile = None
+        self._profile, self._options = None, options
 
     def _costs(self, lowered):
         if self._profile is None:
@@ -136,9 +141,8 @@ class Steps:
         """A step under a budget that is planned; its case and its optimizer."""
         case = build(self._name)
         optimizer = self._optimizer_of(case.model)
-        step = TrainStep(
-            case.model, case.loss_fn, optimizer, budget, PlanOptions(self._costs)
-        )
+        options = PlanOptions(self._costs, **self._options)
+        step = TrainStep(case.model, case.loss_fn, optimizer, budget, options)
         step.prepare(*case.batch)
         return step, case, optimizer
 
