@@ -51,13 +51,16 @@ def raised():
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            text = template(node.args[0])
-            if text is None or name == "AssertionError" or text in UNSEEN:
-                continue
-            if name.endswith("Error") and not any(f in str(path) for f in INTERNAL):
-                yield name, text
-            elif name == "warn":
-                yield "warning", text
+            name = {"too_small": "PlanningError"}.get(name, name)
+            given = node.args[0]
+            either = [given.body, given.orelse] if type(given) is ast.IfExp else [given]
+            for text in map(template, either):
+                if text is None or name == "AssertionError" or text in UNSEEN:
+                    continue
+                if name.endswith("Error") and not any(f in str(path) for f in INTERNAL):
+                    yield name, text
+                elif name == "warn":
+                    yield "warning", text
 
 
 def row(name, text):

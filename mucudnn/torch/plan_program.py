@@ -332,12 +332,12 @@ class LoweredStep:
                 raise
             least = e.least_bytes + held
             more = self._advise_reserved(options, least, held) if advise else ""
-            message = (
+            raise too_small(
                 f"the step does not fit into {exact_bytes(int(budget))}, of which "
                 f"{exact_bytes(held)} are cuBLAS's workspaces: the least budget that "
-                f"works is {exact_bytes(least)}{more}"
-            )
-            raise too_small(message, budget, least, e.node) from None
+                f"works is {exact_bytes(least)}{more}",
+                *(budget, least, e.node),
+            ) from None
         if device.type != "cuda":
             return planner, plan
         on_cuda = partial(replace, budget=budget, library_bytes=held, device=device)

@@ -106,12 +106,12 @@ class Planner:
             if e.least_bytes is None:
                 raise
             least = e.least_bytes - self.caller_bytes
-            message = (
+            raise too_small(
                 f"the step does not fit into {exact_bytes(int(budget))}: node "
                 f"{e.node!r} needs more; the least budget that works is "
-                f"{exact_bytes(least)}"
-            )
-            raise too_small(message, budget, least, e.node) from None
+                f"{exact_bytes(least)}",
+                *(budget, least, e.node),
+            ) from None
         return self.describe(plan, budget)
 
     def plan_request(

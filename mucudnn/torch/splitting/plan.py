@@ -149,12 +149,12 @@ class SplitCandidates:
             if e.least_bytes is None:
                 raise
             least = e.least_bytes - self._planners[0].caller_bytes
-            message = (
+            raise too_small(
                 f"neither whole nor in parts does the step fit into "
                 f"{exact_bytes(int(budget))}; the least budget that works is "
-                f"{exact_bytes(least)}"
-            )
-            raise too_small(message, budget, least) from None
+                f"{exact_bytes(least)}",
+                *(budget, least),
+            ) from None
         chosen = found.chosen
         if chosen.request is None or chosen.plan is None:
             raise PlanningError("the step has no plan")
