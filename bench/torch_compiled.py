@@ -43,6 +43,9 @@ WAYS = (
     "torch.compile of the update",
     "ours, tuned",
 )
+RIVALS = WAYS[1:4]
+"""PyTorch's own ways, whose peaks are budgets of ours."""
+
 _ROOT = Path(__file__).parents[1]
 _MIB = 1 << 20
 _LESS = 0.95
@@ -150,7 +153,7 @@ def beside(
     """Yield each of PyTorch's ways, and ours planned for its peak if that fits."""
     ours = {row["setting"]: row for row in network["rows"] if row["way"] == "ours"}
     for row in network["rows"]:
-        if row["way"] in WAYS[1:4]:
+        if row["way"] in RIVALS:
             yield row, ours.get(str(row["peak_bytes"]))
 
 

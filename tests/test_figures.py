@@ -76,7 +76,7 @@ def compiled(way: str, setting: str = "") -> Mapping[str, Any]:
     if way != "ours":
         return next(r for r in rows if (r["way"], r["setting"]) == (way, setting))
     least = min(
-        row["peak_bytes"] for row in rows if row["way"] in torch_compiled.WAYS[1:4]
+        row["peak_bytes"] for row in rows if row["way"] in torch_compiled.RIVALS
     )
     within = str(3 * least // 4)
     return next(r for r in rows if (r["way"], r["setting"]) == ("ours", within))

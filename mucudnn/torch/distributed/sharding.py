@@ -79,7 +79,13 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a parameter of this shape, which a rank holds."""
+    """The rows of a sharded parameter that one rank holds.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        rows: Number of rows held.
+        dtype: Type of the parameter.
+    """
 
     shape: tuple[int, ...]
     rows: int
