@@ -102,8 +102,8 @@ def test_steps_are_eager_ones_within_every_budget(name):
 
 
 @pytest.mark.usefixtures("short_search")
-@pytest.mark.parametrize("name", slow("short resnet18", "vit"))
-def test_compiled_steps_are_those_of_torch_compile_within_every_budget(name):
+@pytest.mark.parametrize("name", slow(*SMALL, *SHORT, "vit"))
+def test_compiled_steps_are_those_of_torch_compile_at_the_least_budget(name):
     needs_packages(name)
     torch._dynamo.reset()
     wanted = eager(name, sgd, STEPS, compiled=True)
@@ -112,8 +112,7 @@ def test_compiled_steps_are_those_of_torch_compile_within_every_budget(name):
     assert free.kernels
     least = steps.least_budget()
     assert least < free.peak_bytes
-    for share in SHARES:
-        kept(steps, wanted, int(least + share * (free.peak_bytes - least)))
+    kept(steps, wanted, least)
 
 
 @pytest.mark.usefixtures("short_search")
