@@ -54,6 +54,7 @@ from mucudnn.passes.scheduling.problem import (
     without_others,
     workspaces_of,
 )
+from mucudnn.passes.scheduling.schedulers import Clock, trim_to_copies
 from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms
 from mucudnn.passes.simulate import simulate
 
@@ -594,6 +595,10 @@ def _leaves_over(
 # saved on tensors buys faster algorithms.
 
 
+_LINK_SHARES = (1.0, 0.8)
+"""Assumed shares of the link rate when intervals are shortened for workspaces. The
+lower one leaves time for copies where faster convolutions hide less of them."""
+
 _COMPLETE_SCHEDULERS = ("timed", "on_demand")
 """Schedulers that succeed whenever the shortest residency intervals fit."""
 
@@ -679,9 +684,42 @@ def _schedule(
     intervals, occupancy = intervals_of(
         request.timing, ready.problem(chosen, request.budget)
     )
-    if request.convolutions == "dynamic":
-        chosen = grow_workspace_plans(ready, chosen, occupancy)
-    return UnsimulatedPlan(request, residency, ready, chosen, intervals, occupancy)
+    if request.convolutions != "dynamic":
+        return UnsimulatedPlan(request, residency, ready, chosen, intervals, occupancy)
+    grown = grow_workspace_plans(ready, chosen, occupancy)
+    found = UnsimulatedPlan(request, residency, ready, grown, intervals, occupancy)
+    return _with_later_copies(found, chosen)
+
+
+def _with_later_copies(
+    plan: UnsimulatedPlan, least: Mapping[str, ConvPlan]
+) -> UnsimulatedPlan:
+    """Shorten intervals to the time of their copies if faster convolutions fit then.
+
+    A scheduler that fills the budget with prefetched storages leaves convolutions only
+    small workspaces. The step without changes is returned if it is the fastest.
+    """
+    ready, budget = plan.ready, plan.request.budget
+    fronts, ranked = ready.profile.fronts, ready.known.ranked
+    slowed = any(
+        chosen.time_ms > ranked[id(fronts[name])][0][0].time_ms
+        for name, chosen in plan.plans.items()
+    )
+    if not slowed or not any(i.copied_in or i.copied_out for i in plan.intervals):
+        return plan
+    times = timed_by(ready.profile, plan.plans).node_ms
+    clock = Clock([times[node.name] for node in ready.graph.nodes])
+    problem = ready.problem(least, budget)
+    best, best_ms = plan, plan.step_ms()
+    for share in _LINK_SHARES:
+        intervals = trim_to_copies(plan.intervals, clock, ready.profile, share)
+        occupancy = problem.ledger(intervals)
+        plans = grow_workspace_plans(ready, least, occupancy)
+        found = replace(plan, plans=plans, intervals=intervals, occupancy=occupancy)
+        step_ms = found.step_ms(best_ms)
+        if step_ms < best_ms:
+            best, best_ms = found, step_ms
+    return best
 
 
 def plan_residency(
