@@ -79,6 +79,7 @@ class _Known:
         }
         self.unsplit: dict[str, ResidencyInterval] = {}
         self.moveable: Sequence[Use] | None = None
+        self.convolutions: list[tuple[int, str, Sequence[ConvPlan]]] | None = None
         self.scheduled: dict[object, UnsimulatedPlan | PlanningError] = {}
 
 
@@ -154,6 +155,22 @@ class Rewritten:
                 if use[4] or at[-1] - at[0] >= len(at)
             ]
         return self.known.moveable
+
+    def convolutions(self) -> Sequence[tuple[int, str, Sequence[ConvPlan]]]:
+        """Return position, name, and plans by ascending time of every convolution."""
+        known, fronts = self.known, self.profile.fronts
+        if known.convolutions is None:
+            known.convolutions = []
+            for position, node in enumerate(self.graph.nodes) if fronts else ():
+                front = fronts.get(node.name)
+                if front is None:
+                    continue
+                if id(front) not in known.ranked:
+                    best = sorted(front, key=lambda plan: (plan.time_ms, plan.workspace))
+                    known.ranked[id(front)] = best, front
+                ranked = known.ranked[id(front)][0]
+                known.convolutions.append((position, node.name, ranked))
+        return known.convolutions
 
     def least(self) -> MemoryLedger:
         """Return the ledger of the least bytes at every node, without a budget."""
@@ -700,10 +717,9 @@ def _with_later_copies(
     small workspaces. The step without changes is returned if it is the fastest.
     """
     ready, budget = plan.ready, plan.request.budget
-    fronts, ranked = ready.profile.fronts, ready.known.ranked
     slowed = any(
-        chosen.time_ms > ranked[id(fronts[name])][0][0].time_ms
-        for name, chosen in plan.plans.items()
+        plan.plans[name].time_ms > ranked[0].time_ms
+        for _, name, ranked in ready.convolutions()
     )
     if not slowed or not any(i.copied_in or i.copied_out for i in plan.intervals):
         return plan
@@ -742,19 +758,13 @@ def grow_workspace_plans(
 ) -> dict[str, ConvPlan]:
     """Choose the fastest plan that fits at each convolution; update the ledger."""
     found = dict(plans)
-    fronts, ranked = ready.profile.fronts, ready.known.ranked
-    for position, node in enumerate(ready.graph.nodes) if fronts else ():
-        front = fronts.get(node.name)
-        if front is None:
-            continue
-        if id(front) not in ranked:
-            best = sorted(front, key=lambda plan: (plan.time_ms, plan.workspace))
-            ranked[id(front)] = best, front
-        before = rounded(plans[node.name].workspace)
+    for position, name, ranked in ready.convolutions():
+        before = rounded(plans[name].workspace)
         free = occupancy.budget - occupancy[position] + before
         if free < math.inf:
             free -= free % ALIGNMENT
-        plan = next(p for p in ranked[id(front)][0] if p.workspace <= free)
-        occupancy.add(position, position, rounded(plan.workspace) - before)
-        found[node.name] = plan
+        plan = next(p for p in ranked if p.workspace <= free)
+        if plan is not plans[name]:
+            occupancy.add(position, position, rounded(plan.workspace) - before)
+            found[name] = plan
     return found
