@@ -42,6 +42,7 @@ from mucudnn.passes.scheduling.intervals import (
     Swaps,
     check_fits,
     emit,
+    shifted,
 )
 from mucudnn.passes.scheduling.problem import (
     CONVOLUTIONS,
@@ -703,20 +704,26 @@ def _schedule(
     )
     if request.convolutions != "dynamic":
         return UnsimulatedPlan(request, residency, ready, chosen, intervals, occupancy)
+    least = occupancy.copy()
     grown = grow_workspace_plans(ready, chosen, occupancy)
     found = UnsimulatedPlan(request, residency, ready, grown, intervals, occupancy)
-    return _with_later_copies(found, chosen)
+    return _with_later_copies(found, chosen, least)
 
 
 def _with_later_copies(
-    plan: UnsimulatedPlan, least: Mapping[str, ConvPlan]
+    plan: UnsimulatedPlan, least: Mapping[str, ConvPlan], occupancy: MemoryLedger
 ) -> UnsimulatedPlan:
     """Shorten intervals to the time of their copies if faster convolutions fit then.
 
     A scheduler that fills the budget with prefetched storages leaves convolutions only
     small workspaces. The step without changes is returned if it is the fastest.
+
+    Args:
+        plan: The scheduled step.
+        least: Plans of the convolutions with the least workspaces.
+        occupancy: Ledger of the step with these workspaces.
     """
-    ready, budget = plan.ready, plan.request.budget
+    ready = plan.ready
     slowed = any(
         plan.plans[name].time_ms > ranked[0].time_ms
         for _, name, ranked in ready.convolutions()
@@ -725,13 +732,19 @@ def _with_later_copies(
         return plan
     times = timed_by(ready.profile, plan.plans).node_ms
     clock = Clock([times[node.name] for node in ready.graph.nodes])
-    problem = ready.problem(least, budget)
+    count = len(ready.graph.nodes)
     best, best_ms = plan, plan.step_ms()
     for share in _LINK_SHARES:
-        intervals = trim_to_copies(plan.intervals, clock, ready.profile, share)
-        occupancy = problem.ledger(intervals)
-        plans = grow_workspace_plans(ready, least, occupancy)
-        found = replace(plan, plans=plans, intervals=intervals, occupancy=occupancy)
+        trimmed = trim_to_copies(plan.intervals, clock, ready.profile, share)
+        less = occupancy.copy()
+        for old, new in zip(plan.intervals, trimmed, strict=True):
+            if old is not new:
+                less.add(old.start, new.start - 1, -old.nbytes)
+                less.add(new.stop + 1, old.stop, -old.nbytes)
+        # A persistent storage may be fetched only in the next step now.
+        intervals = [shifted(i, -count) if i.start >= count else i for i in trimmed]
+        plans = grow_workspace_plans(ready, least, less)
+        found = replace(plan, plans=plans, intervals=intervals, occupancy=less)
         step_ms = found.step_ms(best_ms)
         if step_ms < best_ms:
             best, best_ms = found, step_ms
