@@ -167,7 +167,9 @@ class Rewritten:
                 if front is None:
                     continue
                 if id(front) not in known.ranked:
-                    best = sorted(front, key=lambda plan: (plan.time_ms, plan.workspace))
+                    best = sorted(
+                        front, key=lambda plan: (plan.time_ms, plan.workspace)
+                    )
                     known.ranked[id(front)] = best, front
                 ranked = known.ranked[id(front)][0]
                 known.convolutions.append((position, node.name, ranked))
@@ -613,9 +615,10 @@ def _leaves_over(
 # saved on tensors buys faster algorithms.
 
 
-_LINK_SHARES = (1.0, 0.8)
+_LINK_SHARES = (0.8, 1.0)
 """Assumed shares of the link rate when intervals are shortened for workspaces. The
-lower one leaves time for copies where faster convolutions hide less of them."""
+lower one leaves time for copies where faster convolutions hide less of them; the other
+is tried where that helped."""
 
 _COMPLETE_SCHEDULERS = ("timed", "on_demand")
 """Schedulers that succeed whenever the shortest residency intervals fit."""
@@ -746,8 +749,9 @@ def _with_later_copies(
         plans = grow_workspace_plans(ready, least, less)
         found = replace(plan, plans=plans, intervals=intervals, occupancy=less)
         step_ms = found.step_ms(best_ms)
-        if step_ms < best_ms:
-            best, best_ms = found, step_ms
+        if step_ms >= best_ms:
+            break
+        best, best_ms = found, step_ms
     return best
 
 
