@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError, ScheduleError
+from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.schedule import Alloc, Compute, Free, SwapIn, SwapOut, Wait
+from mucudnn.models import get_model
+from mucudnn.passes.estimate import estimate
+from mucudnn.passes.graph.autodiff import training_graph
+from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.planning.plan_step import minimum_budget, unbounded
 from mucudnn.passes.planning.request import StepRequest, plan_residency
-from mucudnn.passes.residency import PERSISTENTS, Residency
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
 from mucudnn.passes.scheduling import SCHEDULERS, timed
 from mucudnn.passes.scheduling.intervals import MemoryLedger, least_occupancy, split
 from mucudnn.passes.scheduling.problem import first_plans
@@ -73,6 +79,24 @@ def test_nothing_moves_that_has_room(data, scheduler):
     else:
         assert plan.schedule.hosted == ()
     assert moved == []
+
+
+def test_convolutions_get_workspace_that_early_prefetches_would_take(monkeypatch):
+    graph = with_updates(training_graph(get_model("unet2d")(16)), Momentum())
+    free = StepRequest(graph, estimate(graph, "h200"))
+    least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
+    budget = (3 * least + most) // 4
+
+    def paged():
+        request = StepRequest(graph, free.profile, budget, scheduler="adaptive_window")
+        return plan_residency(request, {EVERYTHING: Residency.PAGE})
+
+    later = paged()
+    monkeypatch.setattr("mucudnn.passes.planning.request._LINK_SHARES", ())
+    early = paged()
+    assert later.prediction.step_ms < 0.99 * early.prediction.step_ms
+    assert later.prediction.compute_ms < 0.99 * early.prediction.compute_ms
+    assert verify(later.schedule, budget, granularity=ALIGNMENT) == later.peak_bytes
 
 
 @examples(60)

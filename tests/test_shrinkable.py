@@ -12,7 +12,7 @@ from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT, rounded
-from mucudnn.passes.placement.fit_to_arena import _Arena, _trimmed, fit_to_arena
+from mucudnn.passes.placement.fit_to_arena import _Arena, fit_to_arena
 from mucudnn.passes.placement.layout import lives_of
 from mucudnn.passes.placement.packing import Shrinkable, place_shrinkable
 from mucudnn.passes.planning.place_step import _CUTS
@@ -21,7 +21,12 @@ from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency.policies import lru
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
 from mucudnn.passes.scheduling.problem import state_bytes
-from mucudnn.passes.scheduling.schedulers import Clock, earliest_ends, latest_starts
+from mucudnn.passes.scheduling.schedulers import (
+    Clock,
+    earliest_ends,
+    latest_starts,
+    trim_to_copies,
+)
 from tests.examples import examples
 from tests.schedule_oracle import verify
 
@@ -158,7 +163,8 @@ def test_placements_are_judged_by_the_time_of_the_placed_step(grows):
     nodes = plan.schedule.graph.nodes
     clock = Clock([plan.profile.node_ms[node.name] for node in nodes])
     nbytes = 2 * int(request.budget)
-    arena = _Arena(plan, _trimmed(plan, clock, 0.5), nbytes, grows=grows)
+    wanted = trim_to_copies(plan.intervals, clock, free.profile, 0.5)
+    arena = _Arena(plan, wanted, nbytes, grows=grows)
     places = next(place_shrinkable(arena.shrinkables, nbytes, clock))
     placed = arena.placed(places)
     assert arena.step_ms(places) == pytest.approx(placed.plan.prediction.step_ms)

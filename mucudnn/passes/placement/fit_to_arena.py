@@ -22,7 +22,7 @@ from mucudnn.passes.placement.packing import (
 )
 from mucudnn.passes.scheduling.intervals import ResidencyInterval, in_period, shifted
 from mucudnn.passes.scheduling.problem import fastest_of, first_plans
-from mucudnn.passes.scheduling.schedulers import Clock, earliest_ends, latest_starts
+from mucudnn.passes.scheduling.schedulers import Clock, trim_to_copies
 from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms
 
 _TOLERATED = 0.005
@@ -57,7 +57,7 @@ def fit_to_arena(
     for share in _LINK_SHARES:
         # Copies are trimmed to the planned times of convolutions, even if smaller
         # workspaces are reserved: otherwise they would be late for grown ones.
-        trimmed = _trimmed(plan, clock, share)
+        trimmed = trim_to_copies(plan.intervals, clock, plan.profile, share)
         if trimmed in tried:  # few copies, or none: the search would be the same
             continue
         tried.append(trimmed)
@@ -158,19 +158,6 @@ class _Arena:
                 if fits:
                     found[node.name] = fastest_of(fits)
         return found
-
-
-def _trimmed(plan: StepPlan, clock: Clock, share: float) -> list[ResidencyInterval]:
-    """Trim intervals to the time of their copies at a share of the link rate."""
-    found, links = list(plan.intervals), plan.profile
-    starts = latest_starts(found, clock, share * links.in_bytes_per_ms)
-    ends = earliest_ends(found, clock, share * links.out_bytes_per_ms)
-    for i, start in starts.items():
-        begin = min(max(found[i].start, start), found[i].needed)
-        found[i] = found[i]._replace(start=begin)
-    for i, end in ends.items():
-        found[i] = found[i]._replace(stop=max(min(found[i].stop, end), found[i].last))
-    return found
 
 
 def _shrinkable(interval: ResidencyInterval, count: int) -> Shrinkable:

@@ -56,8 +56,8 @@ _CUTS = (0.0, 0.01, 0.02, 0.04, 0.08)
 """Fractions of the budget by which a step is scheduled below it to be placed."""
 
 
-_REPLANNED = (0.04, 0.01)
-"""Fractions of the budget by which a step that placement slows down is planned again
+_REPLANNED = 0.04
+"""Fraction of the budget by which a step that placement slows down is planned again
 below it."""
 
 
@@ -234,17 +234,14 @@ def _replanned_for_less(
     """
     if request.policy != PLANNED:
         return placed
-    tolerable = (1 + _LOST) * plan.prediction.step_ms
-    best = placed
-    for cut in _REPLANNED:
-        if _step_ms(best) <= tolerable:
-            break
-        with suppress(PlanningError):
-            less = plan_step(request.within(int((1 - cut) * request.budget)))
-            if less.prediction.step_ms < _step_ms(best):
-                others = filter(None, (best, _placed(request, less)))
-                best = min(others, key=_step_ms)
-    return best
+    if _step_ms(placed) <= (1 + _LOST) * plan.prediction.step_ms:
+        return placed
+    with suppress(PlanningError):
+        less = plan_step(request.within(int((1 - _REPLANNED) * request.budget)))
+        if less.prediction.step_ms < _step_ms(placed):
+            others = filter(None, (placed, _placed(request, less)))
+            return min(others, key=_step_ms)
+    return placed
 
 
 def _replanned(request: StepRequest, plan: StepPlan, cut: float) -> Iterator[StepPlan]:

@@ -42,6 +42,7 @@ from mucudnn.passes.scheduling.intervals import (
     Swaps,
     check_fits,
     emit,
+    shifted,
 )
 from mucudnn.passes.scheduling.problem import (
     CONVOLUTIONS,
@@ -54,6 +55,7 @@ from mucudnn.passes.scheduling.problem import (
     without_others,
     workspaces_of,
 )
+from mucudnn.passes.scheduling.schedulers import Clock, trim_to_copies
 from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms
 from mucudnn.passes.simulate import simulate
 
@@ -78,6 +80,7 @@ class _Known:
         }
         self.unsplit: dict[str, ResidencyInterval] = {}
         self.moveable: Sequence[Use] | None = None
+        self.convolutions: list[tuple[int, str, Sequence[ConvPlan]]] | None = None
         self.scheduled: dict[object, UnsimulatedPlan | PlanningError] = {}
 
 
@@ -153,6 +156,24 @@ class Rewritten:
                 if use[4] or at[-1] - at[0] >= len(at)
             ]
         return self.known.moveable
+
+    def convolutions(self) -> Sequence[tuple[int, str, Sequence[ConvPlan]]]:
+        """Return position, name, and plans by ascending time of every convolution."""
+        known, fronts = self.known, self.profile.fronts
+        if known.convolutions is None:
+            known.convolutions = []
+            for position, node in enumerate(self.graph.nodes) if fronts else ():
+                front = fronts.get(node.name)
+                if front is None:
+                    continue
+                if id(front) not in known.ranked:
+                    best = sorted(
+                        front, key=lambda plan: (plan.time_ms, plan.workspace)
+                    )
+                    known.ranked[id(front)] = best, front
+                ranked = known.ranked[id(front)][0]
+                known.convolutions.append((position, node.name, ranked))
+        return known.convolutions
 
     def least(self) -> MemoryLedger:
         """Return the ledger of the least bytes at every node, without a budget."""
@@ -594,6 +615,11 @@ def _leaves_over(
 # saved on tensors buys faster algorithms.
 
 
+_LINK_SHARES = (0.8, 1.0)
+"""Assumed shares of the link rate when intervals are shortened for workspaces. The
+lower one leaves time for copies where faster convolutions hide less of them; the other
+is tried where that helped."""
+
 _COMPLETE_SCHEDULERS = ("timed", "on_demand")
 """Schedulers that succeed whenever the shortest residency intervals fit."""
 
@@ -679,9 +705,54 @@ def _schedule(
     intervals, occupancy = intervals_of(
         request.timing, ready.problem(chosen, request.budget)
     )
-    if request.convolutions == "dynamic":
-        chosen = grow_workspace_plans(ready, chosen, occupancy)
-    return UnsimulatedPlan(request, residency, ready, chosen, intervals, occupancy)
+    if request.convolutions != "dynamic":
+        return UnsimulatedPlan(request, residency, ready, chosen, intervals, occupancy)
+    least = occupancy.copy()
+    grown = grow_workspace_plans(ready, chosen, occupancy)
+    found = UnsimulatedPlan(request, residency, ready, grown, intervals, occupancy)
+    return _with_later_copies(found, chosen, least)
+
+
+def _with_later_copies(
+    plan: UnsimulatedPlan, least: Mapping[str, ConvPlan], occupancy: MemoryLedger
+) -> UnsimulatedPlan:
+    """Shorten intervals to the time of their copies if faster convolutions fit then.
+
+    A scheduler that fills the budget with prefetched storages leaves convolutions only
+    small workspaces. The step without changes is returned if it is the fastest.
+
+    Args:
+        plan: The scheduled step.
+        least: Plans of the convolutions with the least workspaces.
+        occupancy: Ledger of the step with these workspaces.
+    """
+    ready = plan.ready
+    slowed = any(
+        plan.plans[name].time_ms > ranked[0].time_ms
+        for _, name, ranked in ready.convolutions()
+    )
+    if not slowed or not any(i.copied_in or i.copied_out for i in plan.intervals):
+        return plan
+    times = timed_by(ready.profile, plan.plans).node_ms
+    clock = Clock([times[node.name] for node in ready.graph.nodes])
+    count = len(ready.graph.nodes)
+    best, best_ms = plan, plan.step_ms()
+    for share in _LINK_SHARES:
+        trimmed = trim_to_copies(plan.intervals, clock, ready.profile, share)
+        less = occupancy.copy()
+        for old, new in zip(plan.intervals, trimmed, strict=True):
+            if old is not new:
+                less.add(old.start, new.start - 1, -old.nbytes)
+                less.add(new.stop + 1, old.stop, -old.nbytes)
+        # A persistent storage may be fetched only in the next step now.
+        intervals = [shifted(i, -count) if i.start >= count else i for i in trimmed]
+        plans = grow_workspace_plans(ready, least, less)
+        found = replace(plan, plans=plans, intervals=intervals, occupancy=less)
+        step_ms = found.step_ms(best_ms)
+        if step_ms >= best_ms:
+            break
+        best, best_ms = found, step_ms
+    return best
 
 
 def plan_residency(
@@ -704,19 +775,13 @@ def grow_workspace_plans(
 ) -> dict[str, ConvPlan]:
     """Choose the fastest plan that fits at each convolution; update the ledger."""
     found = dict(plans)
-    fronts, ranked = ready.profile.fronts, ready.known.ranked
-    for position, node in enumerate(ready.graph.nodes) if fronts else ():
-        front = fronts.get(node.name)
-        if front is None:
-            continue
-        if id(front) not in ranked:
-            best = sorted(front, key=lambda plan: (plan.time_ms, plan.workspace))
-            ranked[id(front)] = best, front
-        before = rounded(plans[node.name].workspace)
+    for position, name, ranked in ready.convolutions():
+        before = rounded(plans[name].workspace)
         free = occupancy.budget - occupancy[position] + before
         if free < math.inf:
             free -= free % ALIGNMENT
-        plan = next(p for p in ranked[id(front)][0] if p.workspace <= free)
-        occupancy.add(position, position, rounded(plan.workspace) - before)
-        found[node.name] = plan
+        plan = next(p for p in ranked if p.workspace <= free)
+        if plan is not plans[name]:
+            occupancy.add(position, position, rounded(plan.workspace) - before)
+            found[name] = plan
     return found

@@ -283,6 +283,10 @@ class MemoryLedger:
         at = position % len(self._bytes)
         return self._bytes[at] + self._everywhere[at // _WIDTH]
 
+    def copy(self) -> "MemoryLedger":
+        """Return a ledger of the same bytes."""
+        return MemoryLedger([self[at] for at in range(len(self))], self.budget)
+
     def add(self, start: int, stop: int, nbytes: int) -> None:
         """Add `nbytes` at every position from `start` to `stop` (inclusive)."""
         if not nbytes or start > stop:

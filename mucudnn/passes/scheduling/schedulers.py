@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
+from mucudnn.ir.profile import Profile
 from mucudnn.passes.liveness import Use
 from mucudnn.passes.scheduling.intervals import (
     MemoryLedger,
@@ -473,6 +474,21 @@ class Clock:
             return 0, ms
         step = math.floor(ms / whole)
         return step, ms - step * whole
+
+
+def trim_to_copies(
+    intervals: Sequence[ResidencyInterval], clock: Clock, links: Profile, share: float
+) -> list[ResidencyInterval]:
+    """Shorten intervals to the time of their copies at a share of the links' rates."""
+    found = list(intervals)
+    starts = latest_starts(found, clock, share * links.in_bytes_per_ms)
+    ends = earliest_ends(found, clock, share * links.out_bytes_per_ms)
+    for i, start in starts.items():
+        begin = min(max(found[i].start, start), found[i].needed)
+        found[i] = found[i]._replace(start=begin)
+    for i, end in ends.items():
+        found[i] = found[i]._replace(stop=max(min(found[i].stop, end), found[i].last))
+    return found
 
 
 def latest_starts(
