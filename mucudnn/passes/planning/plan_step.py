@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.collection import gc_relaxed
 from mucudnn.passes.planning.cutting import Split, SplitStep
 from mucudnn.passes.planning.request import StepRequest, check_residency, plan_residency
@@ -208,6 +209,8 @@ class PolicyResult:
         budget: Budget in bytes.
         plan: Plan within the budget, or None.
         least_bytes: Minimum feasible budget of the policy, if it does not fit.
+        request: What was planned, if that is known.
+        placed: The plan with its layout, if it was placed.
     """
 
     policy: str
@@ -215,6 +218,8 @@ class PolicyResult:
     budget: int
     plan: StepPlan | None
     least_bytes: int | None = None
+    request: StepRequest | None = field(default=None, repr=False)
+    placed: PlacedStep | None = field(default=None, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -250,9 +255,9 @@ def try_technique(request: StepRequest) -> PolicyResult:
     try:
         plan = plan_step(request)
     except PlanningError as e:
-        scheduler = name_of(request.timing)
-        return PolicyResult(policy, scheduler, budget, None, e.least_bytes)
-    return PolicyResult(policy, plan.scheduler, budget, plan)
+        timing = name_of(request.timing)
+        return PolicyResult(policy, timing, budget, None, e.least_bytes, request)
+    return PolicyResult(policy, plan.scheduler, budget, plan, request=request)
 
 
 def best_technique(techniques: Iterable[PolicyResult]) -> PolicyResult | None:
