@@ -61,7 +61,6 @@ from mucudnn.studies.memory_results import (
     MemoryStudy,
     SlowdownBudget,
     StepSpec,
-    costed_step,
     with_layouts,
 )
 from mucudnn.studies.step_costs import CPU, Measured
@@ -159,7 +158,7 @@ def study_memory(
     say("building the step", 0, 1)
     if isinstance(spec, StepSpec):
         spec = with_layouts(spec, recordings)
-    costed = costed_step(spec, profile, recordings, choices, say, split)
+    costed = CostedStep(spec, profile, recordings, choices, say, split)
     return MemoryTrials(spec, costed, policies, schedulers, nbytes, say, split).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget, slowdown=slowdown
     )
@@ -541,12 +540,12 @@ class MemoryTrials:
     def _compare_batches(self) -> None:
         """Plan batches up to the largest one, to compare their throughput."""
         most = max(self._found.max_batch.values(), default=0)
-        if self._costed.timed_at is None:
-            return
+        if self._spec.device == CPU and self._costed.placed:
+            return  # every batch would have to be measured
         for batch in batches_to_compare(most):
             self._say(f"the throughput at batch {batch}", 0, 1)
             try:
-                forms = self._costed.timed_at(batch, self._budget)
+                forms = self._costed.at(batch, self._budget, timed=True)
             except PlanningError:  # too large to be divided into micro-batches
                 continue
             found = self._fastest_of(forms)
