@@ -121,7 +121,8 @@ def _in_pieces(operands: str, *pieces: str) -> Callable[[Whole], Pieces]:
         operands: Names of its inputs and results, such as `x gamma -> y`.
         pieces: Name, operation, inputs and results of each piece, such as
             `sums batch_norm_sums x -> stats`. Results that are not the node's are
-            tensors between pieces.
+            tensors between pieces. A piece whose operation is followed by `*` has the
+            attributes of the node, and by `#` the number of values in a mean.
     """
 
     def rule(whole: Whole) -> Pieces:
@@ -131,17 +132,24 @@ def _in_pieces(operands: str, *pieces: str) -> Callable[[Whole], Pieces]:
         between, nodes = list[TensorSpec](), list[Node]()
         for piece in pieces:
             head, _, made = piece.partition(" -> ")
-            name, op, *reads = head.split()
+            name, marked, *reads = head.split()
             for result in made.split():
                 if result not in of:
                     spec = _BETWEEN[result](of) if result in _BETWEEN else like
                     own = f"{whole.name}:{result}"
                     of[result] = replace(spec, name=own, alias=None, offset=0)
                     between.append(of[result])
-            attrs = _piece_attrs(op, whole.attrs, of)
-            traits = _PIECE_TRAITS.get(op, OPERATIONS[op].traits)
+            attrs = whole.attrs if "*" in marked else _NONE
+            if "#" in marked:
+                count = math.prod(of["x"].shape) // math.prod(of["mean"].shape)
+                attrs = MappingProxyType({**attrs, "count": count})
+            op = marked.rstrip("*#")
+            known = OPERATIONS[op]
+            traits = known.traits
             if not isinstance(traits, NodeTraits):
                 traits = traits((), (), attrs)
+            if isinstance(known.strips, Batch):  # pieces of images are images
+                traits = replace(traits, strips=known.strips)
             inputs = tuple(of[read].name for read in reads)
             outputs = tuple(of[result].name for result in made.split())
             changed = tuple(of[t].name for t in reads if t.startswith("running"))
@@ -152,27 +160,16 @@ def _in_pieces(operands: str, *pieces: str) -> Callable[[Whole], Pieces]:
     return rule
 
 
-def _piece_attrs(op: str, attrs: Attributes, of: Known) -> Attributes:
-    """Return the attributes of a piece, some of which are those of the node."""
-    if op == "batch_norm_grad_apply":  # values of a channel
-        count = math.prod(of["x"].shape) // math.prod(of["gamma"].shape)
-        return MappingProxyType({"count": count})
-    if op in ("group_norm_grad_sums", "group_norm_grad_apply"):
-        count = math.prod(of["x"].shape[1:]) // attrs["groups"]
-        return MappingProxyType({**attrs, "count": count})
-    return attrs if op == "batch_norm_merge" or "groups" in attrs else _NONE
-
-
 _BATCH_NORM = "x gamma beta running_mean running_var"
 _STATISTICS = (
     "sums batch_norm_sums x -> stats",
-    "merge batch_norm_merge stats running_mean running_var -> mean inv_std",
+    "merge batch_norm_merge* stats running_mean running_var -> mean inv_std",
 )
 _NORMED = "apply batch_norm_apply x gamma beta mean inv_std -> normed"
 _MASK = "mask relu_grad y dy -> masked"
 _MASKED_GRADIENTS = (
     "sums batch_norm_grad_sums x masked mean inv_std -> dgamma dbeta",
-    "apply batch_norm_grad_apply x masked gamma mean inv_std dgamma dbeta -> dx",
+    "apply batch_norm_grad_apply# x masked gamma mean inv_std dgamma dbeta -> dx",
 )
 
 _batch_norm = _in_pieces(
@@ -192,7 +189,7 @@ _batch_norm_add_relu = _in_pieces(
 _batch_norm_grad = _in_pieces(
     "x dy gamma mean inv_std -> dx dgamma dbeta",
     "sums batch_norm_grad_sums x dy mean inv_std -> dgamma dbeta",
-    "apply batch_norm_grad_apply x dy gamma mean inv_std dgamma dbeta -> dx",
+    "apply batch_norm_grad_apply# x dy gamma mean inv_std dgamma dbeta -> dx",
 )
 _batch_norm_relu_grad = _in_pieces(
     "x dy gamma beta mean inv_std -> dx dgamma dbeta",
@@ -205,14 +202,14 @@ _batch_norm_add_relu_grad = _in_pieces(
 )
 _group_norm = _in_pieces(
     "x gamma beta -> y mean inv_std",
-    "sums group_norm_sums x -> stats",
-    "merge group_norm_merge stats -> mean inv_std",
-    "apply group_norm_apply x gamma beta mean inv_std -> y",
+    "sums group_norm_sums* x -> stats",
+    "merge group_norm_merge* stats -> mean inv_std",
+    "apply group_norm_apply* x gamma beta mean inv_std -> y",
 )
 _group_norm_grad = _in_pieces(
     "x dy gamma mean inv_std -> dx dgamma dbeta",
-    "sums group_norm_grad_sums x dy gamma mean inv_std -> dgamma dbeta totals",
-    "apply group_norm_grad_apply x dy gamma mean inv_std totals -> dx",
+    "sums group_norm_grad_sums*# x dy gamma mean inv_std -> dgamma dbeta totals",
+    "apply group_norm_grad_apply*# x dy gamma mean inv_std totals -> dx",
 )
 
 
@@ -265,17 +262,9 @@ def _piece_of_group_norm(
     return rule
 
 
-_SUM = NodeTraits(overwrites=(0, 1), joins_branches=True)
 _RELU = _cut("x", "x", NodeTraits(overwrites=(0,), narrow=True))
 _RELU_GRAD = _cut("xx", "x", NodeTraits(overwrites=(1,)))
 """A gradient whose inputs are a saved tensor and, second, the result's gradient."""
-
-_PIECE_TRAITS: Mapping[str, NodeTraits] = {
-    "add": _cut("xx", "x", _SUM),
-    "relu": _RELU,
-    "relu_grad": _RELU_GRAD,
-}
-"""Traits of pieces that are cut even if their operands are no images."""
 
 _FORWARD = NodeTraits(replay=(("update", False),), narrow=True, reads_twice=(0,))
 
@@ -382,7 +371,10 @@ _UNKNOWN = Operation()
 _OF_ONE_IMAGE = _images(_cut("x", "x", _NARROW), _ANY)
 _FUNCTION_OF_IMAGE = _images(_RELU, _ANY)
 _GRADIENT_OF_FUNCTION = _images(_RELU_GRAD, _ANY)
-_SUM_OF_IMAGES = _images(_cut("xx", "x", replace(_SUM, narrow=True)), _ANY)
+_SUM_OF_IMAGES = _images(
+    _cut("xx", "x", NodeTraits(overwrites=(0, 1), joins_branches=True, narrow=True)),
+    _ANY,
+)
 _ADD_CHANNELS = _images(
     _cut("x-", "x", NodeTraits(overwrites=(0,), narrow=True)), _CHANNELS
 )
