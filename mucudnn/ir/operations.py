@@ -268,7 +268,6 @@ _RELU_GRAD = _cut("xx", "x", NodeTraits(overwrites=(1,)))
 
 _FORWARD = NodeTraits(replay=(("update", False),), narrow=True, reads_twice=(0,))
 
-
 _MEAN_OF_VALUES = Batch((), (), averaged=(0,), sliced=partial(counted, 0))
 _MEAN_OF_LABELS = Batch((), (), averaged=(0,), sliced=partial(counted, 1))
 _NARROW, _READS_NARROW = NodeTraits(narrow=True), NodeTraits(reads_narrow=True)

@@ -28,7 +28,6 @@ from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms
 _TOLERATED = 0.005
 """Relative slowdown of a placement at which the search stops."""
 
-
 _LINK_SHARES = (0.5, 1.0, 0.25)
 """Assumed shares of the link rate when intervals are trimmed to the time of their
 copies: a lower rate leaves longer intervals, which hide copies better and are harder to

@@ -351,24 +351,19 @@ _MOST_ROUNDS = 300
 _SHRINK_WORK = 25_000
 """Limit of intervals placed in all rounds of one order."""
 
-
 _BATCHES = 5
 """Number of turns in which the rounds of all orders are interleaved."""
 
-
 _HOPELESS = 3.0
 """Factor on the fewest unplaced bytes so far at which a round is abandoned."""
-
 
 _BUCKETS = 64
 
 _IN_BUCKET = 48
 """Number of intervals for each of so many buckets."""
 
-
 Positions = tuple[int, int]
 """First and last position."""
-
 
 Row = tuple[int, int, int, int]
 """Start offset, end offset, first and last position."""
@@ -416,7 +411,6 @@ _KEYS: tuple[Callable[[Shrinkable], tuple[float, ...]], ...] = (
     lambda b: (-b.nbytes, b.needed - b.last),
 )
 """Keys of the orders in which intervals are placed: by area, lifetime and size."""
-
 
 _LARGE = 5000
 """Number of intervals above which only the first of these orders is tried."""

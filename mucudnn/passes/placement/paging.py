@@ -141,10 +141,8 @@ def _tightest(
 
 Pieces = tuple[Extent, ...]
 
-
 _WORK = 20_000_000
 """Limit of compared pairs of blocks."""
-
 
 _ROUNDS = 12
 

@@ -30,15 +30,12 @@ BATCH: Literal["batch"] = "batch"
 
 HEIGHT: Literal["height"] = "height"
 
-
 Split = str | int
 """How a step is split: `auto` (the fastest predicted way), `none`, a number of slices
 of the batch, `height` (tiles of the images), or `height:4` (a number of tiles)."""
 
-
 _TRIED = (2, 4, 8, 16)
 """Numbers of parts of the largest layers to try."""
-
 
 _FEW = 4
 """Samples from which on `auto` does not try tiles."""

@@ -135,7 +135,6 @@ def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
 _MOST = 1 << 62
 """Budget in bytes that counts as unlimited."""
 
-
 _PATIENCE = 8
 """Attempts that follow the refusals' reports before budgets grow faster."""
 

@@ -60,7 +60,6 @@ from mucudnn.passes.simulate import simulate
 _Ranked = dict[int, tuple[Sequence[ConvPlan], object]]
 """Plans of each front by id, the fastest first, and the front, which keeps its id."""
 
-
 _LEAVING = (Residency.OFFLOAD, Residency.PAGE)
 
 

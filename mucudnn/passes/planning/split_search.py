@@ -52,15 +52,12 @@ _HARDLY_SLOWER = 1.01
 """Factor on the fastest candidate within which slices are improved. Their start has all
 that is known of the others, so that first improvements are small."""
 
-
 _ENOUGH = 1.15
 """Factor on the minimum feasible budget of the whole step, for a plan to start slices
 from where the whole step does not fit."""
 
-
 _HARDLY = 1.01
 """Slowdown over the step without a budget up to which nothing else is tried."""
-
 
 _MOST_NODES = 20_000
 """Limit of nodes of all candidates, beyond which none is added to one that fits."""
@@ -338,30 +335,23 @@ def _refusal(tried: Sequence[SplitCandidate]) -> PlanningError:
 
 Residencies = Mapping[str, Residency]
 
-
 _WORK = 120_000
 """Limit of nodes scheduled by the trials of one round."""
-
 
 _LEAST_TRIALS = 40
 """Trials of a round that are allowed beyond that limit."""
 
-
 _MOST_WORK = 210_000
 """Hard limit of nodes scheduled by the trials of one round."""
-
 
 _AS_FAST = 1.05
 """Factor on the best time within which another scheduler's plan is improved."""
 
-
 _MUCH = 0.15
 """Fraction of the step in stalls from which less is copied in the final changes."""
 
-
 _ALIKE = 24
 """Number of groups of equivalent tensors changed together in the final changes."""
-
 
 _TIGHTER = (
     (Residency.KEEP, Residency.OFFLOAD),
@@ -370,7 +360,6 @@ _TIGHTER = (
     (Residency.OFFLOAD, Residency.KEEP),
 )
 """Replacements of one residency by another everywhere, tried one after another."""
-
 
 _TIGHTEST = tuple(
     {
