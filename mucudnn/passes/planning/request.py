@@ -6,12 +6,10 @@ Without a budget, the budget is infinity.
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mucudnn.arguments import check_choice, check_number, check_type
-from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
@@ -77,7 +75,6 @@ class _Known:
         }
         self.unsplit: dict[str, ResidencyInterval] = {}
         self.moveable: Sequence[Use] | None = None
-        self.scheduled: dict[object, UnsimulatedPlan | PlanningError] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,33 +642,10 @@ def schedule_residency(
 ) -> UnsimulatedPlan:
     """Decide copies and convolution plans of a step with given residencies.
 
-    Different residencies often have the same recomputation and the same gaps, and
-    those of one start are scheduled several times; a result is shared by all of them.
-
     Raises:
         PlanningError: The step cannot fit; has the shortfall and the node.
     """
     ready = request.rewritten(residency)
-    named = isinstance(request.timing, str)
-    if request.convolutions == "fixed" or ready.profile.network_ms or not named:
-        return _schedule(request, residency, ready)
-    left = tuple([(name, id(gaps)) for name, gaps in ready.swaps.items()])
-    key = request.timing, request.budget, request.convolutions, ready.away, left
-    known = ready.known.scheduled
-    if key not in known:
-        try:
-            known[key] = _schedule(request, residency, ready)
-        except PlanningError as error:
-            known[key] = error.with_traceback(None)
-    found = known[key]
-    if isinstance(found, PlanningError):
-        raise copy(found)
-    return replace(found, request=request, residency=residency)
-
-
-def _schedule(
-    request: StepRequest, residency: Mapping[str, Residency], ready: Rewritten
-) -> UnsimulatedPlan:
     chosen = ready.first_plans(request.convolutions, request.plans)
     if ready.profile.network_ms:
         ready = request._rewriter.overlapped(request, residency, chosen)
