@@ -356,8 +356,6 @@ class Rewriter:
         self._small = _small_bytes(graph)
         self._ranked: _Ranked = {}
         self.candidates: Sequence[Candidate] | None = None
-        self._last: tuple[object, Rewritten] | None = None
-        self._latest: tuple[object, _Rematerialized] | None = None
         self._needs: dict[object, tuple[int, str]] = {}
         self._known: OrderedDict[frozenset[tuple[str, Residency]], _Rematerialized] = (
             OrderedDict()
@@ -373,15 +371,10 @@ class Rewriter:
             hosted: Exactly those parameters and state that are host-resident; None to
                 let residencies decide.
         """
-        key = dict(residency), hosted
-        if self._last is not None and self._last[0] == key:
-            return self._last[1]
         ready = self._rematerialized(residency).rewritten
         swaps = _swaps(ready, residency, hosted, self._small)
         away = (hosted or frozenset()) - ready.graph.immovable
-        found = replace(ready, swaps=swaps, away=away)
-        self._last = key, found
-        return found
+        return replace(ready, swaps=swaps, away=away)
 
     def overlapped(
         self,
@@ -446,9 +439,6 @@ class Rewriter:
         return self._own_ms + self._rematerialized(residency).copies_ms
 
     def _rematerialized(self, residency: Mapping[str, Residency]) -> "_Rematerialized":
-        # A trial asks for its compute time first, and then for the rewritten step.
-        if self._latest is not None and self._latest[0] == residency:
-            return self._latest[1]
         again = frozenset(
             (name, choice)
             for name, choice in residency.items()
@@ -464,7 +454,6 @@ class Rewriter:
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(again)
-        self._latest = dict(residency), self._known[again]
         return self._known[again]
 
     @cached_property
