@@ -496,8 +496,7 @@ class _Rematerialized:
             touched = self._touches.with_nodes(
                 self.graph, changes.copies, changes.rebound
             )
-        known = self._touches.uses
-        final, uses = in_place_with_uses(self.graph, touched, known)
+        final, uses = in_place_with_uses(self.graph, touched)
         return Rewritten(
             graph=final,
             profile=profile_of(final, self._profile),
