@@ -4,7 +4,6 @@ A planning trial of a step in k slices takes k times as long as one of the whole
 so the whole step is planned first, and its residencies are carried over.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -164,13 +163,9 @@ class CandidateSearch:
     def finish(self) -> None:
         """Improve the fastest candidate."""
         best = min(self.tried, key=lambda c: c.step_ms)
-        if best.cutting in self._searches:
-            self._improve(best.cutting)
-
-    def _improve(self, cutting: Cutting) -> None:
-        slices = self._searches[cutting]
-        if slices.finish():
-            self._tried[cutting] = replace(self._tried[cutting], plan=slices.plan)
+        slices = self._searches.get(best.cutting)
+        if slices is not None and slices.finish():
+            self._tried[best.cutting] = replace(best, plan=slices.plan)
 
 
 # Choose whether a step runs whole or split, by the predicted time.
@@ -295,9 +290,8 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> SplitDecision:
         ValueError: The split is invalid.
     """
     check_split(split)
-    ways = list(cuttings(step.graph, split))
     found = CandidateSearch(step)
-    for cutting in ways:
+    for cutting in list(cuttings(step.graph, split)):
         if not found.can_skip(cutting):
             found.add(cutting)
     found.finish()
@@ -392,40 +386,31 @@ class SliceSearch:
         """The best plan so far, or None."""
         return self._best.plan if self._best.found else None
 
-    @property
-    def step_ms(self) -> float:
-        """Time of the best plan; infinity without one."""
-        return self._best.step_ms
-
     def begin(self, known: Residencies) -> None:
         """Try known residencies of another split, unchanged and for less memory."""
         others = {EVERYTHING: Residency.PAGE}
         if PERSISTENTS in known:
             others[PERSISTENTS] = known[PERSISTENTS]
         start = others | carried_over(known, self._candidates)
-        self._try([start])
+        self._try(start)
         if not self._best.found:
             for choices in _TIGHTEST:
-                self._try(
-                    [
-                        {**start, PERSISTENTS: Residency.PAGE}
-                        | _with_replaced(start, choices)
-                    ]
-                )
+                paged = {**start, PERSISTENTS: Residency.PAGE}
+                self._try(paged | _with_replaced(start, choices))
         for old, new in _TIGHTER:
             best = {**self._best.residency}
-            self._try([best | _with_replaced(best, {old: new})])
+            self._try(best | _with_replaced(best, {old: new}))
 
     def offer(self, plan: StepPlan) -> None:
         """Offer a plan of the same step as a start."""
         self._best.offer(plan)
-        self._try([plan.residency])
+        self._try(plan.residency)
 
     def improve(self) -> bool:
         """Run a round of changes; return whether any of them helped."""
         before = self._best.step_ms
         for climb in sorted(self._climbs, key=lambda climb: climb.step_ms):
-            if climb.state.found and climb.step_ms <= _AS_FAST * self.step_ms:
+            if climb.state.found and climb.step_ms <= _AS_FAST * self._best.step_ms:
                 climb.run(self._trials)
                 self._best.take_over(climb.state)
         return self._best.step_ms < before
@@ -444,8 +429,8 @@ class SliceSearch:
             return self._best.step_ms < before
         return self.improve()
 
-    def _try(self, starts: Sequence[Residencies]) -> None:
-        for start, climb in itertools.product(starts, self._climbs):
+    def _try(self, start: Residencies) -> None:
+        for climb in self._climbs:
             if climb.state.consider(start):
                 self._best.take_over(climb.state)
 
