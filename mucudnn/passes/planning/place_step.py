@@ -40,7 +40,6 @@ from mucudnn.passes.residency import PLANNED, VDNN_DYN
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import budget_error
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.passes.simulate import simulate
 
 _FRAGMENTED = 0.03
 """Fragmentation above which further placements are tried."""
@@ -473,7 +472,5 @@ def _in_tiers(
     plan: StepPlan, tiers: Sequence[MemoryTier], state: TierPlacement | None
 ) -> StepPlan:
     """Assign a plan's offloaded storages to tiers and simulate it again."""
-    prediction = plan.prediction
-    placement = fill_tiers(prediction, state or place_state(plan.schedule, tiers))
-    simulated = simulate(prediction.schedule, prediction.profile, placement)
-    return replace(plan, prediction=simulated)
+    state = state or place_state(plan.schedule, tiers)
+    return replace(plan, prediction=fill_tiers(plan.prediction, state))
