@@ -27,23 +27,15 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 
 
 class FreeMemory:
-    """Free extents at one time."""
+    """The free memory below `end` at one time, beside taken extents in any order."""
 
-    def __init__(self, extents: Sequence[Extent], chunk_bytes: int) -> None:
-        self._free = extents
-        self._chunk = chunk_bytes
-
-    @classmethod
-    def between(
-        cls, taken: Iterable[Extent], end: int, chunk_bytes: int
-    ) -> "FreeMemory":
-        """Return the free memory below `end` beside taken extents, in any order."""
-        free, start = [], 0
+    def __init__(self, taken: Iterable[Extent], end: int, chunk_bytes: int) -> None:
+        self._free, self._chunk = list[Extent](), chunk_bytes
+        start = 0
         for low, high in (*sorted(taken), (end, end)):
             if low > start:
-                free.append(Extent(start, low))
+                self._free.append(Extent(start, low))
             start = max(start, high)
-        return cls(free, chunk_bytes)
 
     @property
     def most(self) -> int:
@@ -261,4 +253,4 @@ class _Step:
             if block.first <= last and first <= block.last
             for piece in places.get(block.name, ())
         ]
-        return FreeMemory.between(taken, self._end, self._chunk)
+        return FreeMemory(taken, self._end, self._chunk)
