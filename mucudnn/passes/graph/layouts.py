@@ -82,67 +82,53 @@ def with_channels_last(graph: Graph, nodes: Collection[str]) -> Graph:
     """Return the network with channels last in some of its nodes."""
     if not nodes:
         return graph
-    rewriter = _LayoutRewriter(graph)
+    tensors, made = dict(graph.tensors), list[Node]()
+    last_of: dict[str, str] = {}  # tensor -> its form with channels last
+    first_of: dict[str, str] = {}  # the same, first; "" if not yet made
+
+    def transposed(of: str, source: str, spec: TensorSpec) -> str:
+        if same_bytes(graph.tensors[of]):
+            spec = replace(spec, alias=source)
+        tensors[spec.name] = spec
+        made.append(transpose_node(tensors, source, spec))
+        return spec.name
+
+    def with_last(name: str) -> str:
+        if name not in last_of:
+            spec = replace(graph.tensors[name], role=Role.ACTIVATION)
+            last_of[name] = transposed(name, name, last(spec, f"{name}:NHWC"))
+        return last_of[name]
+
+    def with_first(name: str) -> str:
+        if first_of.get(name) == "":
+            spec = replace(graph.tensors[name], name=f"{name}:NCHW")
+            first_of[name] = transposed(name, name, spec)
+        return first_of.get(name, name)
+
     for node in graph.nodes:
-        rewriter.add(node, node.name in nodes)
-    tensors = MappingProxyType(rewriter.tensors)
-    return replace(graph, tensors=tensors, nodes=tuple(rewriter.nodes))
-
-
-class _LayoutRewriter:
-    """A graph being rewritten, and the layouts in which each tensor is available."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self.tensors: dict[str, TensorSpec] = dict(graph.tensors)
-        self.nodes: list[Node] = []
-        self._last: dict[str, str] = {}  # tensor -> its form with channels last
-        self._first: dict[str, str] = {}  # the same, first; "" if not yet made
-
-    def add(self, node: Node, channels_last: bool) -> None:
-        """Append a node, on tensors in the right layout."""
-        if not channels_last:
-            now = {name: self._with_channels_first(name) for name in node.inputs}
+        if node.name not in nodes:
+            now = {name: with_first(name) for name in node.inputs}
             inputs = tuple(now[name] for name in node.inputs)
-            self.nodes.append(replace(node, inputs=inputs))
+            made.append(replace(node, inputs=inputs))
             for name in node.outputs:
-                spec = self.tensors[name]
+                spec = tensors[name]
                 if spec.alias in now:  # a view of the form that is read
-                    self.tensors[name] = replace(spec, alias=now[spec.alias])
-            return
-        graph = self._graph
+                    tensors[name] = replace(spec, alias=now[spec.alias])
+            continue
         read = [name for name in node.inputs if is_image(graph.tensors[name])]
-        made = [name for name in node.outputs if is_image(graph.tensors[name])]
-        names = {name: self._with_channels_last(name) for name in read}
-        names |= {name: f"{name}:NHWC" for name in made if name in graph.outputs}
+        results = [name for name in node.outputs if is_image(graph.tensors[name])]
+        names = {name: with_last(name) for name in read}
+        names |= {name: f"{name}:NHWC" for name in results if name in graph.outputs}
         one = channels_last_graph(graph, node, names)
-        self.nodes += one.nodes
-        self.tensors |= {name: one.tensors[name] for name in one.nodes[0].outputs}
-        for name in made:
-            own = self._last[name] = names.get(name, name)
+        made += one.nodes
+        tensors |= {name: one.tensors[name] for name in one.nodes[0].outputs}
+        for name in results:
+            own = last_of[name] = names.get(name, name)
             if own == name:
-                self._first[name] = ""
+                first_of[name] = ""
             else:  # outputs of the graph keep their name and channels first
-                self._transpose(name, own, graph.tensors[name])
-
-    def _with_channels_last(self, name: str) -> str:
-        if name not in self._last:
-            spec = replace(self._graph.tensors[name], role=Role.ACTIVATION)
-            self._last[name] = self._transpose(name, name, last(spec, f"{name}:NHWC"))
-        return self._last[name]
-
-    def _with_channels_first(self, name: str) -> str:
-        if self._first.get(name) == "":
-            spec = replace(self._graph.tensors[name], name=f"{name}:NCHW")
-            self._first[name] = self._transpose(name, name, spec)
-        return self._first.get(name, name)
-
-    def _transpose(self, of: str, source: str, made: TensorSpec) -> str:
-        if same_bytes(self._graph.tensors[of]):
-            made = replace(made, alias=source)
-        self.tensors[made.name] = made
-        self.nodes.append(transpose_node(self.tensors, source, made))
-        return made.name
+                transposed(name, own, graph.tensors[name])
+    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(made))
 
 
 # Choose the nodes with channels last at the least total cost, exactly.
