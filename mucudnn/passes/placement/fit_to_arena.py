@@ -136,7 +136,7 @@ class _Arena:
 
     def _intervals(self, places: Sequence[Place]) -> list[ResidencyInterval]:
         """Return the intervals, shortened to their places."""
-        count, found = len(self._nodes), []
+        count, found = len(self._nodes), list[ResidencyInterval]()
         for interval, place in zip(self._wanted, places, strict=False):
             whole = self.shrinkables[len(found)]
             stop = interval.stop if place.stop == whole.stop else place.stop
