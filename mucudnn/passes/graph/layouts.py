@@ -269,16 +269,49 @@ def layout_trials(
 ) -> LayoutTrials:
     """Return the trials of `nodes`, with their gradients if the graph is trained."""
     fed = fed_by_parameters(graph) if trains else set()
-    trials = _Trials()
+    tensors: dict[str, TensorSpec] = {}
+    made: list[Node] = []
+    known: dict[Hashable, int] = {}
+
+    def number_of(one: Graph) -> int:
+        """Add the trial of a node and its gradients, once; return its number."""
+        if (key := _signature(one)) in known:
+            return known[key]
+        number = known[key] = len(known)
+        (node,) = one.nodes
+        tape = Tape(one)
+        if tape.wants(node.outputs[0]) and node.op in RULES:
+            tape.seed(node.outputs[0], None)
+            RULES[node.op](tape, node)
+
+        def prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(f"{number}:{name}" for name in names)
+
+        for name, spec in tape.tensors.items():
+            alias = None if spec.alias is None else f"{number}:{spec.alias}"
+            own = replace(spec, name=f"{number}:{name}", alias=alias)
+            tensors[own.name] = own
+        made.extend(
+            replace(
+                node,
+                name=f"{number}:{node.name}",
+                inputs=prefixed(node.inputs),
+                outputs=prefixed(node.outputs),
+                mutates=prefixed(node.mutates),
+            )
+            for node in tape.nodes
+        )
+        return number
+
     first: dict[str, int] = {}
     other: dict[str, int] = {}
     # Every node is tried as it is and with channels last.
     for node in graph.nodes:
         if node.name in nodes:
             one = _with_wanted_gradients(single_node_graph(graph, node), fed)
-            first[node.name] = trials.add(one)
+            first[node.name] = number_of(one)
             one = _with_wanted_gradients(channels_last_graph(graph, node), fed)
-            other[node.name] = trials.add(one)
+            other[node.name] = number_of(one)
     images = (graph.tensors[name] for name in image_edges(graph, nodes))
     # Gradients of parameters, and of their casts, are not transposed back.
     weights = {spec.name for spec in graph.with_role(Role.PARAMETER)}
@@ -288,55 +321,12 @@ def layout_trials(
     transposed = {
         spec.name: None
         if same_bytes(spec)
-        else trials.add(_transposition(spec, fed - weights))
+        else number_of(_transposition(spec, fed - weights))
         for spec in images
         if spec.layout == "NCHW"
     }
-    every = Graph(MappingProxyType(trials.tensors), tuple(trials.nodes), ())
+    every = Graph(MappingProxyType(tensors), tuple(made), ())
     return LayoutTrials(every, first, other, transposed)
-
-
-class _Trials:
-    """A graph of trials in which equal trials appear once."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, TensorSpec] = {}
-        self.nodes: list[Node] = []
-        self._known: dict[Hashable, int] = {}
-
-    def add(self, one: Graph) -> int:
-        """Add the trial of a node and its gradients; return its number."""
-        key = _signature(one)
-        if key not in self._known:
-            self._known[key] = len(self._known)
-            (node,) = one.nodes
-            tape = Tape(one)
-            if tape.wants(node.outputs[0]) and node.op in RULES:
-                tape.seed(node.outputs[0], None)
-                RULES[node.op](tape, node)
-            self._put(tape, f"{self._known[key]}:")
-        return self._known[key]
-
-    def _put(self, tape: Tape, prefix: str) -> None:
-        """Add the tensors and nodes of a trial under names with a prefix."""
-
-        def prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(prefix + name for name in names)
-
-        for name, spec in tape.tensors.items():
-            alias = None if spec.alias is None else prefix + spec.alias
-            own = replace(spec, name=prefix + name, alias=alias)
-            self.tensors[own.name] = own
-        self.nodes += (
-            replace(
-                node,
-                name=prefix + node.name,
-                inputs=prefixed(node.inputs),
-                outputs=prefixed(node.outputs),
-                mutates=prefixed(node.mutates),
-            )
-            for node in tape.nodes
-        )
 
 
 def _with_wanted_gradients(one: Graph, fed: Collection[str]) -> Graph:
