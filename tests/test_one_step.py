@@ -14,7 +14,7 @@ from mucudnn.passes.residency import PLANNED
 from mucudnn.runtime.profiling.profiler import profile
 from mucudnn.runtime.training import planned_steps, trainer
 from mucudnn.studies.memory import study_memory
-from mucudnn.studies.memory_results import StepSpec, costed_step
+from mucudnn.studies.memory_results import CostedStep, StepSpec
 from tests.training_cases import tuner_of
 
 QUICKLY_PLANNED = ("keep_all", "vdnn_all", "superneurons_memory", "lru", "cost_based")
@@ -152,7 +152,7 @@ def test_fusion_is_given_up_where_the_step_is_faster_without(monkeypatch, policy
     model = residual_network([(8, True, True)] * 2, 16)
     spec = StepSpec(model=model, batch=4, device="cpu")
     with tuner_of("null") as tuner:
-        step = costed_step(spec, lambda graph: profile(tuner, graph))
+        step = CostedStep(spec, lambda graph: profile(tuner, graph))
         fused, separate = (form.planned_by(policy) for form in step.forms(0))
         assert is_fused(fused.graph) > is_fused(separate.graph)
         budget = max(placeable_budget(fused), placeable_budget(separate))

@@ -53,7 +53,7 @@ def iter_while(free, numbers, most):
 @given(extents())
 def test_the_largest_tensor_is_all_that_chunks_can_make_one_of(taken):
     free = set(range(10 * CHUNK)) - set(bytes_of(taken))
-    memory = FreeMemory.between(taken, 10 * CHUNK, CHUNK)
+    memory = FreeMemory(taken, 10 * CHUNK, CHUNK)
     assert memory.most == largest(free)
     assert memory.find(memory.most + 1) is None
     if memory.most:
@@ -63,7 +63,7 @@ def test_the_largest_tensor_is_all_that_chunks_can_make_one_of(taken):
 @given(extents(), st.integers(1, 10 * CHUNK))
 def test_what_is_found_is_free_and_in_a_row_by_address(taken, nbytes):
     free = set(range(10 * CHUNK)) - set(bytes_of(taken))
-    memory = FreeMemory.between(taken, 10 * CHUNK, CHUNK)
+    memory = FreeMemory(taken, 10 * CHUNK, CHUNK)
     found = memory.find(nbytes)
     assert (found is None) == (nbytes > memory.most)
     if found is None:

@@ -56,7 +56,7 @@ def plan(bench):
 
 
 def filled(plan, *tiers):
-    return fill_tiers(plan.prediction, place_state(plan.schedule, tiers))
+    return fill_tiers(plan.prediction, place_state(plan.schedule, tiers)).placement
 
 
 def predicted(plan, placement):

@@ -16,13 +16,11 @@ from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.strips import (
     BOX,
     HEIGHT,
-    IMAGE,
     IMAGE_AND_WEIGHTS,
     LABELS,
     PAD,
     POOL,
     POOL_GRAD,
-    TWO_IMAGES,
     StripRule,
     cut_concat,
     cut_conv,
@@ -90,178 +88,161 @@ class Operation:
 
 
 # Normalizations, split into pieces that can be cut: statistics of each slice or strip,
-# their merge, and the normalization itself.
+# their merge, and the normalization itself. A backward pass needs sums over all slices.
+#
+# A node that is fused with a sum and a ReLU is cut like the nodes that it replaces. The
+# gradient of the variant without a sum reads no result: it recomputes the ReLU's mask
+# from the input with the formula of the forward pass, bit for bit.
+#
+# Samples of a group normalization are independent, but all rows of a sample depend on
+# each other: strips of images are merged like the slices of a batch normalization.
 
 
 _VALUES = 3
 """Statistics per slice and channel: count, mean, sum of squares about the mean."""
 
-
-def _cuttable(
-    inputs: int,
-    outputs: tuple[int | None, ...],
-    *,
-    others: int = 0,
-    gathered: tuple[int, ...] = (),
-    overwrites: tuple[int, ...] = (),
-) -> NodeTraits:
-    """Return traits for cutting along the batch and into spatial strips."""
-
-    def along(axis: int) -> Batch:
-        rows = tuple(None if place is None else axis for place in outputs)
-        reads = (*(axis,) * inputs, *(None,) * others)
-        return Batch(reads, rows, gathered=gathered)
-
-    return NodeTraits(overwrites=overwrites, batch=along(0), strips=along(HEIGHT))
-
-
-def _piece(
-    name: str,
-    op: str,
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    attrs: Attributes = _NONE,
-    *,
-    traits: NodeTraits | None = None,
-    mutates: tuple[str, ...] = (),
-) -> Node:
-    """Return a piece, by default with the traits of its operation."""
-    if traits is None:
-        known = OPERATIONS[op].traits
-        traits = known if isinstance(known, NodeTraits) else known((), (), attrs)
-    return Node(name, op, inputs, outputs, attrs, mutates=mutates, traits=traits)
-
-
-def batch_norm_pieces(whole: Whole) -> Pieces:
-    """Return the pieces: slice statistics, their merge, the normalization."""
-    x, gamma, beta, running_mean, running_var = (spec.name for spec in whole.inputs)
-    y, mean, inv_std = (spec.name for spec in whole.outputs)
-    (channels,) = whole.outputs[1].shape
-    stats = TensorSpec(f"{whole.name}:stats", (_VALUES, channels), "float64")
-    running = running_mean, running_var
-    return (stats,), (
-        _piece("sums", "batch_norm_sums", (x,), (stats.name,)),
-        _piece(
-            "merge",
-            "batch_norm_merge",
-            (stats.name, *running),
-            (mean, inv_std),
-            whole.attrs,
-            mutates=running,
-        ),
-        _piece("apply", "batch_norm_apply", (x, gamma, beta, mean, inv_std), (y,)),
-    )
-
-
-def batch_norm_grad_pieces(whole: Whole) -> Pieces:
-    """Return the pieces: gradients of gamma and beta, then of the input."""
-    x, dy, gamma, mean, inv_std = (spec.name for spec in whole.inputs)
-    dx, dgamma, dbeta = (spec.name for spec in whole.outputs)
-    count = math.prod(whole.inputs[0].shape) // math.prod(whole.inputs[2].shape)
-    sums = dgamma, dbeta
-    return (), (
-        _piece("sums", "batch_norm_grad_sums", (x, dy, mean, inv_std), sums),
-        _piece(
-            "apply",
-            "batch_norm_grad_apply",
-            (x, dy, gamma, mean, inv_std, *sums),
-            (dx,),
-            MappingProxyType({"count": count}),
-        ),
-    )
-
-
-# Batch normalization fused with a sum and a ReLU, and its pieces.
-#
-# A fused node is cut along the batch like the nodes it replaces: the pieces of the
-# normalization, then the sum and the ReLU. The gradient of the variant without a sum
-# reads no result: it recomputes the ReLU's mask from the input with the formula of the
-# forward pass, bit for bit.
-
-
-_RELU = NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0,), (0,)), strips=IMAGE)
-
-_ADD = NodeTraits(
-    overwrites=(0, 1),
-    joins_branches=True,
-    batch=Batch((0, 0), (0,)),
-    strips=TWO_IMAGES,
-)
-
-_RELU_GRAD = NodeTraits(overwrites=(1,), batch=Batch((0, 0), (0,)), strips=TWO_IMAGES)
-
-
-def _forward(whole: Whole) -> Pieces:
-    """Return the normalization's pieces, a sum for each term, and a ReLU."""
-    y, mean, inv_std = whole.outputs
-    own, terms = whole.inputs[:5], whole.inputs[5:]
-    normed = _like(y, f"{whole.name}:normed")
-    norm = replace(whole, inputs=own, outputs=(normed, mean, inv_std))
-    between, pieces = batch_norm_pieces(norm)
-    between = (*between, normed)
-    for term in terms:
-        total = _like(y, f"{whole.name}:sum")
-        added = _piece(
-            "add", "add", (normed.name, term.name), (total.name,), traits=_ADD
-        )
-        between, pieces, normed = (*between, total), (*pieces, added), total
-    relu = _piece("relu", "relu", (normed.name,), (y.name,), traits=_RELU)
-    return between, (*pieces, relu)
-
-
-def _backward(whole: Whole) -> Pieces:
-    """Return pieces: recomputed ReLU result, its gradient, the normalization's."""
-    x, dy, gamma, beta, mean, inv_std = whole.inputs
-    normed, y, masked = (
-        _like(dy, f"{whole.name}:{what}") for what in ("normed", "y", "masked")
-    )
-    again = tuple(spec.name for spec in (x, gamma, beta, mean, inv_std))
-    norm = replace(whole, inputs=(x, masked, gamma, mean, inv_std))
-    between, pieces = batch_norm_grad_pieces(norm)
-    return (normed, y, masked, *between), (
-        _piece("again", "batch_norm_apply", again, (normed.name,)),
-        _piece("relu", "relu", (normed.name,), (y.name,), traits=_RELU),
-        _masking(y, dy, masked),
-        *pieces,
-    )
-
-
-def _backward_of_sum(whole: Whole) -> Pieces:
-    """Return pieces: the ReLU's gradient (also the term's), the normalization's."""
-    x, dy, y, gamma, mean, inv_std = whole.inputs
-    masked, *others = whole.outputs
-    norm = replace(
-        whole, inputs=(x, masked, gamma, mean, inv_std), outputs=tuple(others)
-    )
-    between, pieces = batch_norm_grad_pieces(norm)
-    return between, (_masking(y, dy, masked), *pieces)
-
-
-def _masking(y: TensorSpec, dy: TensorSpec, masked: TensorSpec) -> Node:
-    inputs = y.name, dy.name
-    return _piece("mask", "relu_grad", inputs, (masked.name,), traits=_RELU_GRAD)
-
-
-def _like(spec: TensorSpec, name: str) -> TensorSpec:
-    return replace(spec, name=name, alias=None, offset=0)
-
-
-_FORWARD = NodeTraits(
-    replay=(("update", False),), narrow=True, reads_twice=(0,), decomposition=_forward
-)
-
-
-# Group and layer normalization split into pieces that run on strips of images.
-#
-# Samples are independent, but all rows of a sample depend on each other. Each strip
-# computes count, mean and sum of squares about the mean of every group; they are merged
-# like the slices of a batch normalization. In the backward pass, a strip needs two sums
-# per group over all strips: of the weighted gradient, and of its products with the
-# deviations.
-
-
 _SUMS = 2
 """Sums per strip and group: weighted gradients, their products with deviations."""
+
+Known = Mapping[str, TensorSpec]
+"""Operands of a node, and tensors between its pieces, by their names in a rule."""
+
+_BETWEEN: Mapping[str, Callable[[Known], TensorSpec]] = {
+    "stats": lambda of: TensorSpec("", (_VALUES, *of["mean"].shape), "float64"),
+    "totals": lambda of: TensorSpec("", (_SUMS, *of["mean"].shape), of["mean"].dtype),
+}
+"""Tensors between pieces that are unlike the result, or the gradient of the result."""
+
+
+def _in_pieces(operands: str, *pieces: str) -> Callable[[Whole], Pieces]:
+    """Return a rule that splits a node into pieces.
+
+    Args:
+        operands: Names of its inputs and results, such as `x gamma -> y`.
+        pieces: Name, operation, inputs and results of each piece, such as
+            `sums batch_norm_sums x -> stats`. Results that are not the node's are
+            tensors between pieces. A piece whose operation is followed by `*` has the
+            attributes of the node, and by `#` the number of values in a mean.
+    """
+
+    def rule(whole: Whole) -> Pieces:
+        names = operands.replace("->", "").split()
+        of = dict(zip(names, (*whole.inputs, *whole.outputs), strict=True))
+        like = of.get("dy") or of["y"]
+        between, nodes = list[TensorSpec](), list[Node]()
+        for piece in pieces:
+            head, _, made = piece.partition(" -> ")
+            name, marked, *reads = head.split()
+            for result in made.split():
+                if result not in of:
+                    spec = _BETWEEN[result](of) if result in _BETWEEN else like
+                    own = f"{whole.name}:{result}"
+                    of[result] = replace(spec, name=own, alias=None, offset=0)
+                    between.append(of[result])
+            attrs = whole.attrs if "*" in marked else _NONE
+            if "#" in marked:
+                count = math.prod(of["x"].shape) // math.prod(of["mean"].shape)
+                attrs = MappingProxyType({**attrs, "count": count})
+            op = marked.rstrip("*#")
+            known = OPERATIONS[op]
+            traits = known.traits
+            if not isinstance(traits, NodeTraits):
+                traits = traits((), (), attrs)
+            if isinstance(known.strips, Batch):  # pieces of images are images
+                traits = replace(traits, strips=known.strips)
+            inputs = tuple(of[read].name for read in reads)
+            outputs = tuple(of[result].name for result in made.split())
+            changed = tuple(of[t].name for t in reads if t.startswith("running"))
+            node = Node(name, op, inputs, outputs, attrs, mutates=changed)
+            nodes.append(replace(node, traits=traits))
+        return tuple(between), tuple(nodes)
+
+    return rule
+
+
+_BATCH_NORM = "x gamma beta running_mean running_var"
+_STATISTICS = (
+    "sums batch_norm_sums x -> stats",
+    "merge batch_norm_merge* stats running_mean running_var -> mean inv_std",
+)
+_NORMED = "apply batch_norm_apply x gamma beta mean inv_std -> normed"
+_MASK = "mask relu_grad y dy -> masked"
+_MASKED_GRADIENTS = (
+    "sums batch_norm_grad_sums x masked mean inv_std -> dgamma dbeta",
+    "apply batch_norm_grad_apply# x masked gamma mean inv_std dgamma dbeta -> dx",
+)
+
+_batch_norm = _in_pieces(
+    f"{_BATCH_NORM} -> y mean inv_std",
+    *_STATISTICS,
+    "apply batch_norm_apply x gamma beta mean inv_std -> y",
+)
+_batch_norm_relu = _in_pieces(
+    f"{_BATCH_NORM} -> y mean inv_std", *_STATISTICS, _NORMED, "relu relu normed -> y"
+)
+_batch_norm_add_relu = _in_pieces(
+    f"{_BATCH_NORM} term -> y mean inv_std",
+    *(*_STATISTICS, _NORMED),
+    "add add normed term -> sum",
+    "relu relu sum -> y",
+)
+_batch_norm_grad = _in_pieces(
+    "x dy gamma mean inv_std -> dx dgamma dbeta",
+    "sums batch_norm_grad_sums x dy mean inv_std -> dgamma dbeta",
+    "apply batch_norm_grad_apply# x dy gamma mean inv_std dgamma dbeta -> dx",
+)
+_batch_norm_relu_grad = _in_pieces(
+    "x dy gamma beta mean inv_std -> dx dgamma dbeta",
+    "again batch_norm_apply x gamma beta mean inv_std -> normed",
+    "relu relu normed -> y",
+    *(_MASK, *_MASKED_GRADIENTS),
+)
+_batch_norm_add_relu_grad = _in_pieces(
+    "x dy y gamma mean inv_std -> masked dx dgamma dbeta", _MASK, *_MASKED_GRADIENTS
+)
+_group_norm = _in_pieces(
+    "x gamma beta -> y mean inv_std",
+    "sums group_norm_sums* x -> stats",
+    "merge group_norm_merge* stats -> mean inv_std",
+    "apply group_norm_apply* x gamma beta mean inv_std -> y",
+)
+_group_norm_grad = _in_pieces(
+    "x dy gamma mean inv_std -> dx dgamma dbeta",
+    "sums group_norm_grad_sums*# x dy gamma mean inv_std -> dgamma dbeta totals",
+    "apply group_norm_grad_apply*# x dy gamma mean inv_std totals -> dx",
+)
+
+
+# How operations are cut along the batch and into strips of images.
+
+
+_NO_ROWS = Batch((), ())
+
+
+def _cut(
+    reads: str, writes: str, traits: NodeTraits = PLAIN, how: Batch = _NO_ROWS
+) -> NodeTraits:
+    """Return traits with cuts along the batch and into strips, alike.
+
+    Args:
+        reads: A letter for each input: `x` has rows, and so have labels, `l`, whose
+            axes are others; `-` has none.
+        writes: A letter for each result.
+        traits: All other traits.
+        how: All other fields of both cuts.
+    """
+
+    def along(x: int, labels: int) -> Batch:
+        axis = {"x": x, "l": labels}.get
+        inputs, outputs = tuple(map(axis, reads)), tuple(map(axis, writes))
+        return replace(how, inputs=inputs, outputs=outputs)
+
+    return replace(traits, batch=along(0, 0), strips=along(HEIGHT, LABELS))
+
+
+def _images(cut: NodeTraits, last: ChannelsLast | None = None) -> Operation:
+    """Return an operation that is cut into strips if its operands are images."""
+    return Operation(replace(cut, strips=None), cut.strips, last)
 
 
 def _piece_of_group_norm(
@@ -281,49 +262,21 @@ def _piece_of_group_norm(
     return rule
 
 
-def group_norm_pieces(whole: Whole) -> Pieces:
-    """Return the pieces: strip statistics, their merge, the normalization."""
-    x, gamma, beta = (spec.name for spec in whole.inputs)
-    y, mean, inv_std = (spec.name for spec in whole.outputs)
-    attrs, groups = whole.attrs, whole.outputs[1].shape
-    stats = TensorSpec(f"{whole.name}:stats", (_VALUES, *groups), "float64")
-    return (stats,), (
-        _piece("sums", "group_norm_sums", (x,), (stats.name,), attrs),
-        _piece("merge", "group_norm_merge", (stats.name,), (mean, inv_std), attrs),
-        _piece(
-            "apply", "group_norm_apply", (x, gamma, beta, mean, inv_std), (y,), attrs
-        ),
-    )
+_RELU = _cut("x", "x", NodeTraits(overwrites=(0,), narrow=True))
+_RELU_GRAD = _cut("xx", "x", NodeTraits(overwrites=(1,)))
+"""A gradient whose inputs are a saved tensor and, second, the result's gradient."""
 
+_FORWARD = NodeTraits(replay=(("update", False),), narrow=True, reads_twice=(0,))
 
-def group_norm_grad_pieces(whole: Whole) -> Pieces:
-    """Return the pieces: gradients of gamma and beta, then of the input."""
-    x, dy, gamma, mean, inv_std = (spec.name for spec in whole.inputs)
-    dx, dgamma, dbeta = (spec.name for spec in whole.outputs)
-    groups, dtype = whole.inputs[3].shape, whole.inputs[3].dtype
-    totals = TensorSpec(f"{whole.name}:totals", (_SUMS, *groups), dtype)
-    count = math.prod(whole.inputs[0].shape[1:]) // whole.attrs["groups"]
-    attrs = MappingProxyType({**whole.attrs, "count": count})
-    reads, sums = (x, dy, gamma, mean, inv_std), (dgamma, dbeta, totals.name)
-    apply = "group_norm_grad_apply"
-    return (totals,), (
-        _piece("sums", "group_norm_grad_sums", reads, sums, attrs),
-        _piece("apply", apply, (*reads, totals.name), (dx,), attrs),
-    )
-
-
-_OF_FIRST, _OF_LABELS = partial(counted, 0), partial(counted, 1)
+_MEAN_OF_VALUES = Batch((), (), averaged=(0,), sliced=partial(counted, 0))
+_MEAN_OF_LABELS = Batch((), (), averaged=(0,), sliced=partial(counted, 1))
+_NARROW, _READS_NARROW = NodeTraits(narrow=True), NodeTraits(reads_narrow=True)
 
 _ROW = Batch((0,), (0,))
 
 _ROWS = Batch((0, 0), (0,))
 
 _FROM_ONE = NodeTraits(narrow=True, batch=_ROW)
-
-_FUNCTION = NodeTraits(overwrites=(0,), narrow=True, batch=_ROW)
-
-_OF_FUNCTION = NodeTraits(overwrites=(1,), batch=_ROWS)
-"""A gradient whose inputs are a saved tensor and, second, the result's gradient."""
 
 
 def _conv(inputs: Operands, outputs: Operands, attrs: Attributes) -> NodeTraits:
@@ -414,16 +367,17 @@ _GROUPS = ChannelsLast(
 
 _UNKNOWN = Operation()
 
-_OF_ONE_IMAGE = Operation(_FROM_ONE, IMAGE, _ANY)
-_FUNCTION_OF_IMAGE = Operation(_FUNCTION, IMAGE, _ANY)
-_GRADIENT_OF_FUNCTION = Operation(_OF_FUNCTION, TWO_IMAGES, _ANY)
-_SUM = NodeTraits(overwrites=(0, 1), joins_branches=True, narrow=True, batch=_ROWS)
-_ADD_CHANNELS = Operation(
-    NodeTraits(overwrites=(0,), narrow=True, batch=Batch((0, None), (0,))),
-    IMAGE_AND_WEIGHTS,
-    _CHANNELS,
+_OF_ONE_IMAGE = _images(_cut("x", "x", _NARROW), _ANY)
+_FUNCTION_OF_IMAGE = _images(_RELU, _ANY)
+_GRADIENT_OF_FUNCTION = _images(_RELU_GRAD, _ANY)
+_SUM_OF_IMAGES = _images(
+    _cut("xx", "x", NodeTraits(overwrites=(0, 1), joins_branches=True, narrow=True)),
+    _ANY,
 )
-_APPLY_BATCH_NORM = _cuttable(1, (0,), others=4, overwrites=(0,))
+_ADD_CHANNELS = _images(
+    _cut("x-", "x", NodeTraits(overwrites=(0,), narrow=True)), _CHANNELS
+)
+_APPLY_BATCH_NORM = _cut("x----", "x", NodeTraits(overwrites=(0,)))
 _MERGE = NodeTraits(recomputable=False)
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
@@ -445,21 +399,15 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
             ("gelu_grad", "leaky_relu_grad", "relu_grad", "sigmoid_grad", "tanh_grad"),
             _GRADIENT_OF_FUNCTION,
         ),
-        "add": Operation(_SUM, TWO_IMAGES, _ANY),
-        "add_relu": Operation(_SUM, TWO_IMAGES, _ANY),
+        "add": _SUM_OF_IMAGES,
+        "add_relu": _SUM_OF_IMAGES,
         "bias": _ADD_CHANNELS,
-        "bias_grad": Operation(
-            NodeTraits(batch=Batch((0,), (None,))),
-            Batch((HEIGHT,), (None,)),
-            _CHANNELS,
-        ),
+        "bias_grad": _images(_cut("x", "-"), _CHANNELS),
         "bias_relu": _ADD_CHANNELS,
-        "bias_relu_grad": Operation(
-            NodeTraits(overwrites=(1,), batch=Batch((0, 0), (0, None))),
-            Batch((HEIGHT, HEIGHT), (HEIGHT, None)),
-            _CHANNELS,
+        "bias_relu_grad": _images(
+            _cut("xx", "x-", NodeTraits(overwrites=(1,))), _CHANNELS
         ),
-        "cast": Operation(NodeTraits(batch=_ROW), IMAGE, _ANY),
+        "cast": _images(_cut("x", "x"), _ANY),
         "dropout": Operation(
             NodeTraits(
                 overwrites=(0,),
@@ -470,8 +418,8 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
             replace(IMAGE_AND_WEIGHTS, sliced=drawn_strip),
         ),
         "identity": _OF_ONE_IMAGE,
-        "multiply": Operation(
-            NodeTraits(overwrites=(0, 1), narrow=True, batch=_ROWS), TWO_IMAGES, _ANY
+        "multiply": _images(
+            _cut("xx", "x", NodeTraits(overwrites=(0, 1), narrow=True)), _ANY
         ),
         # Products.
         "conv": Operation(_conv, cut_conv, _CONV),
@@ -484,43 +432,44 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
                 ),
                 narrow=True,
                 reads_twice=(0,),
-                decomposition=batch_norm_pieces,
+                decomposition=_batch_norm,
             ),
             channels_last=_CHANNELS,
         ),
-        "batch_norm_eval": Operation(
-            NodeTraits(narrow=True, batch=Batch((0, *(None,) * 4), (0,))),
-            Batch((HEIGHT, *(None,) * 4), (HEIGHT,)),
-            _CHANNELS,
-        ),
+        "batch_norm_eval": _images(_cut("x----", "x", _NARROW), _CHANNELS),
         "batch_norm_grad": Operation(
             NodeTraits(
-                overwrites=(1,), reads_twice=(0,), decomposition=batch_norm_grad_pieces
+                overwrites=(1,), reads_twice=(0,), decomposition=_batch_norm_grad
             ),
             channels_last=_CHANNELS,
         ),
         "batch_norm_sums": Operation(
-            _cuttable(1, (None,), gathered=(0,)), channels_last=_CHANNELS
+            _cut("x", "-", how=Batch((), (), gathered=(0,))), channels_last=_CHANNELS
         ),
         "batch_norm_merge": Operation(_MERGE),
         "batch_norm_apply": Operation(_APPLY_BATCH_NORM, channels_last=_CHANNELS),
-        "batch_norm_grad_sums": Operation(
-            _cuttable(2, (None, None), others=2), channels_last=_CHANNELS
-        ),
+        "batch_norm_grad_sums": Operation(_cut("xx--", "--"), channels_last=_CHANNELS),
         "batch_norm_grad_apply": Operation(
-            _cuttable(2, (0,), others=5, overwrites=(1,)), channels_last=_CHANNELS
+            _cut("xx-----", "x", NodeTraits(overwrites=(1,))), channels_last=_CHANNELS
         ),
-        "batch_norm_relu": Operation(_FORWARD, channels_last=_CHANNELS),
+        "batch_norm_relu": Operation(
+            replace(_FORWARD, decomposition=_batch_norm_relu), channels_last=_CHANNELS
+        ),
         "batch_norm_relu_grad": Operation(
-            NodeTraits(overwrites=(1,), reads_twice=(0, 1), decomposition=_backward),
+            NodeTraits(
+                overwrites=(1,), reads_twice=(0, 1), decomposition=_batch_norm_relu_grad
+            ),
             channels_last=_CHANNELS,
         ),
         "batch_norm_add_relu": Operation(
-            replace(_FORWARD, joins_branches=True), channels_last=_CHANNELS
+            replace(_FORWARD, joins_branches=True, decomposition=_batch_norm_add_relu),
+            channels_last=_CHANNELS,
         ),
         "batch_norm_add_relu_grad": Operation(
             NodeTraits(
-                overwrites=(1,), reads_twice=(0,), decomposition=_backward_of_sum
+                overwrites=(1,),
+                reads_twice=(0,),
+                decomposition=_batch_norm_add_relu_grad,
             ),
             channels_last=_CHANNELS,
         ),
@@ -529,7 +478,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
                 narrow=True,
                 reads_twice=(0,),
                 batch=Batch((0, None, None), (0, 0, 0)),
-                decomposition=group_norm_pieces,
+                decomposition=_group_norm,
             ),
             channels_last=_GROUPS,
         ),
@@ -538,7 +487,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
                 overwrites=(1,),
                 reads_twice=(0,),
                 batch=Batch((0, 0, None, 0, 0), (0, None, None)),
-                decomposition=group_norm_grad_pieces,
+                decomposition=_group_norm_grad,
             ),
             channels_last=_GROUPS,
         ),
@@ -549,12 +498,8 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "group_norm_apply": Operation(_piece_of_group_norm("xgg--", "x", (0,))),
         "group_norm_grad_sums": Operation(_piece_of_group_norm("xxg--", "gg-")),
         "group_norm_grad_apply": Operation(_piece_of_group_norm("xxg---", "x", (1,))),
-        "lrn": Operation(_FROM_ONE, IMAGE, _CHANNELS),
-        "lrn_grad": Operation(
-            NodeTraits(overwrites=(2,), batch=Batch((0, 0, 0), (0,))),
-            Batch((HEIGHT,) * 3, (HEIGHT,)),
-            _CHANNELS,
-        ),
+        "lrn": _images(_cut("x", "x", _NARROW), _CHANNELS),
+        "lrn_grad": _images(_cut("xxx", "x", NodeTraits(overwrites=(2,))), _CHANNELS),
         # Pooling and upsampling.
         "avg_pool": Operation(_FROM_ONE, POOL, _POOL),
         "avg_pool_grad": Operation(_FROM_ONE, POOL_GRAD, _POOL),
@@ -584,33 +529,16 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "to_channels_first": Operation(_FROM_ONE),
         "to_channels_last": Operation(_FROM_ONE),
         # Losses and metrics, for labels of samples or of pixels.
-        "accuracy": Operation(
-            NodeTraits(
-                reads_narrow=True, batch=Batch((0, 0), (None,), accumulates=True)
-            ),
-            Batch((HEIGHT, LABELS), (None,), accumulates=True),
+        "accuracy": _images(
+            _cut("xl", "-", _READS_NARROW, Batch((), (), accumulates=True))
         ),
-        "mean_squared_error": Operation(
-            NodeTraits(batch=Batch((0, 0), (None,), (0,), sliced=_OF_FIRST)),
-            Batch((HEIGHT, HEIGHT), (None,), (0,), sliced=_OF_FIRST),
+        "mean_squared_error": _images(_cut("xx", "-", how=_MEAN_OF_VALUES)),
+        "mean_squared_error_grad": _images(_cut("xx-", "x", how=_MEAN_OF_VALUES)),
+        "softmax_cross_entropy": _images(
+            _cut("xl", "-x", _READS_NARROW, _MEAN_OF_LABELS)
         ),
-        "mean_squared_error_grad": Operation(
-            NodeTraits(batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_FIRST)),
-            Batch((HEIGHT, HEIGHT, None), (HEIGHT,), (0,), sliced=_OF_FIRST),
-        ),
-        "softmax_cross_entropy": Operation(
-            NodeTraits(
-                reads_narrow=True,
-                batch=Batch((0, 0), (None, 0), (0,), sliced=_OF_LABELS),
-            ),
-            Batch((HEIGHT, LABELS), (None, HEIGHT), (0,), sliced=_OF_LABELS),
-        ),
-        "softmax_cross_entropy_grad": Operation(
-            NodeTraits(
-                overwrites=(0,),
-                batch=Batch((0, 0, None), (0,), (0,), sliced=_OF_LABELS),
-            ),
-            Batch((HEIGHT, LABELS, None), (HEIGHT,), (0,), sliced=_OF_LABELS),
+        "softmax_cross_entropy_grad": _images(
+            _cut("xl-", "x", NodeTraits(overwrites=(0,)), _MEAN_OF_LABELS)
         ),
     }
 )

@@ -11,7 +11,6 @@ import bisect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
@@ -146,16 +145,11 @@ def _as_tuples(positions: Mapping[str, list[int]]) -> Positions:
 
 
 class Touches:
-    """`touches` of a graph, and of the same graph with inserted nodes.
-
-    Attributes:
-        uses: `uses_of` the graph; `uses_by` shares those that insertions do not move.
-    """
+    """`touches` of a graph, and of the same graph with inserted nodes."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._positions, self._writes = touches(graph)
-        self.uses = uses_by(graph, self._positions, self._writes)
         self._names = list(self._positions)  # in order of first use, unused ones last
         end = (len(graph.nodes),)
         self._firsts = [(found or end)[0] for found in self._positions.values()]
@@ -228,31 +222,15 @@ def _with(positions: tuple[int, ...], position: int) -> tuple[int, ...]:
     return (*positions[:at], position, *positions[at:])
 
 
-def uses_by(
-    graph: Graph,
-    positions: Positions,
-    writes: Positions,
-    known: Mapping[str, Use] = MappingProxyType({}),
-) -> Mapping[str, Use]:
-    """Return the uses of storages from their positions and writes.
-
-    Uses in `known`, of the same storages, are shared where nothing has changed.
-    """
-    period, tensors, nothing = max(1, len(graph.nodes)), graph.tensors, ()
-    found: dict[str, Use] = {}
+def uses_by(graph: Graph, positions: Positions, writes: Positions) -> Mapping[str, Use]:
+    """Return the uses of storages from their positions and writes."""
+    period, found = max(1, len(graph.nodes)), {}
     make = tuple.__new__  # a named tuple's own constructor takes twice as long
     for storage, at in positions.items():
-        wrote, old = writes.get(storage, nothing), known.get(storage)
-        if old is None:
-            spec = tensors[storage]
-            size = rounded(spec.nbytes)
-            cycle = period if spec.role in PERSISTENT else 0
-        elif old[2] is at and old[3] is wrote and not old[4]:
-            found[storage] = old
-            continue
-        else:
-            size, cycle = old[1], period if old[4] else 0
-        found[storage] = make(Use, (storage, size, at, wrote, cycle))
+        spec = graph.tensors[storage]
+        cycle = period if spec.role in PERSISTENT else 0
+        use = storage, rounded(spec.nbytes), at, writes.get(storage, ()), cycle
+        found[storage] = make(Use, use)
     return found
 
 

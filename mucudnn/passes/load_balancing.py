@@ -369,7 +369,6 @@ def _speed(times: ShareTimes, samples: int) -> float:
 DRIFT_TOLERANCE = 0.15
 """Relative drift of a rank's time that is ignored."""
 
-
 GAIN = 0.05
 """Fraction of the step that another split must save to be worth the change."""
 

@@ -324,7 +324,7 @@ def improved(
             break
         better, exact = None, False
         if piece not in given_up:
-            better, exact = _Window.of(footprint, result, piece).search(state_limit)
+            better, exact = _search_window(footprint, result, piece, state_limit)
             if not exact:
                 given_up.add(piece)
         if better is not None:
@@ -362,179 +362,146 @@ def _improve_around(
     for width in _WINDOWS:
         for start in range(top - width + 1, top + 1, 4):
             window = max(piece[0], start), min(piece[1], start + width)
-            better, _ = _Window.of(footprint, order, window).search(_WINDOW_STATES)
+            better, _ = _search_window(footprint, order, window, _WINDOW_STATES)
             if better is not None:
                 order[slice(*window)] = better
                 return True
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Consecutive nodes of an order, to be reordered among themselves.
+def _search_window(
+    footprint: Footprint, order: Sequence[int], window: tuple[int, int], states: int
+) -> tuple[list[int] | None, bool]:
+    """Search for the order of consecutive nodes with the lowest peak, best first.
 
-    Nodes are numbered from 0 in the given order, sets of nodes are bit masks, and
-    memory is relative to the bytes in use before the window.
+    Within the window nodes are numbered from 0, sets of nodes are bit masks, and memory
+    is relative to the bytes in use before the window.
 
-    Attributes:
-        nodes: Numbers of the nodes in the graph.
-        before: Set of dependencies of each node.
-        after: Dependents of each node.
-        allocated: Bytes that each node allocates.
-        workspace: Scratch bytes of each node.
-        freed: Storages the window frees: set of users, bytes, and set of the node that
-            allocates it (empty if before the window).
-        frees: Indices into `freed` of the storages each node uses.
+    Args:
+        footprint: Dependencies and sizes.
+        order: The present order of all nodes.
+        window: The range of positions to reorder.
+        states: Sets of nodes that are visited at most.
+
+    Returns:
+        The best order below the present peak, or None; and whether the search was
+        complete.
     """
+    nodes = order[slice(*window)]
+    count = len(nodes)
+    index = {n: i for i, n in enumerate(nodes)}
+    before = [
+        sum(1 << index[p] for p in footprint.before[n] if p in index) for n in nodes
+    ]
+    after = [[index[f] for f in footprint.after[n] if f in index] for n in nodes]
+    allocated = [footprint.allocated[n] for n in nodes]
+    workspace = [footprint.workspace[n] for n in nodes]
+    # A window can free a storage only if no later node uses it: set of users, bytes,
+    # and set of the node that allocates it (empty if before the window).
+    later = set(order[window[1] :])
+    freed: dict[int, tuple[int, int, int]] = {}
+    for s in sorted({s for n in nodes for s in footprint.touched[n]}):
+        users, mine = footprint.users[s], index.get(footprint.owner[s])
+        if later.isdisjoint(users):
+            mask = sum(1 << index[n] for n in users if n in index)
+            allocator = 0 if mine is None else 1 << mine
+            freed[s] = mask, footprint.sizes[s], allocator
+    frees = [[freed[s] for s in footprint.touched[n] if s in freed] for n in nodes]
 
-    nodes: tuple[int, ...]
-    before: tuple[int, ...]
-    after: tuple[tuple[int, ...], ...]
-    allocated: tuple[int, ...]
-    workspace: tuple[int, ...]
-    freed: tuple[tuple[int, int, int], ...]
-    frees: tuple[tuple[int, ...], ...]
+    def used_after(i: int, used: int, rest: int) -> int:
+        """Return the bytes in use after a node; `rest` has not run then."""
+        used += allocated[i]
+        for mask, nbytes, _ in frees[i]:
+            if not mask & rest:
+                used -= nbytes
+        return used
 
-    @classmethod
-    def of(
-        cls, footprint: Footprint, order: Sequence[int], window: tuple[int, int]
-    ) -> "_Window":
-        """Return the window of a range of positions."""
-        nodes = tuple(order[slice(*window)])
-        index = {n: i for i, n in enumerate(nodes)}
-        # A window can free a storage only if no later node uses it. Sets are bit masks.
-        later = set(order[window[1] :])
-        before = tuple(
-            sum(1 << index[p] for p in footprint.before[n] if p in index) for n in nodes
-        )
-        after = tuple(
-            tuple(index[f] for f in footprint.after[n] if f in index) for n in nodes
-        )
-        storages = sorted({s for n in nodes for s in footprint.touched[n]})
-        number: dict[int, int] = {}
-        freed: list[tuple[int, int, int]] = []
-        for s in storages:
-            users = footprint.users[s]
-            if later.isdisjoint(users):
-                number[s] = len(freed)
-                mask = sum(1 << index[n] for n in users if n in index)
-                mine = index.get(footprint.owner[s])
-                allocator = 0 if mine is None else 1 << mine
-                freed.append((mask, footprint.sizes[s], allocator))
-        frees = tuple(
-            tuple(number[s] for s in footprint.touched[n] if s in number) for n in nodes
-        )
-        allocated = tuple(footprint.allocated[n] for n in nodes)
-        workspace = tuple(footprint.workspace[n] for n in nodes)
-        return cls(nodes, before, after, allocated, workspace, tuple(freed), frees)
-
-    def search(self, state_limit: int) -> tuple[list[int] | None, bool]:
-        """Search for the order with the lowest peak, best first over sets of nodes.
-
-        Returns:
-            The best order below the present peak, or None; and whether the search was
-            complete.
-        """
-        ceiling = self._peak()
-        floor = self._floor()
-        if floor >= ceiling:
-            return None, True
-        ready = sum(1 << i for i, b in enumerate(self.before) if not b)
-        whole = (1 << len(self.nodes)) - 1
-        # Of equal peaks, the state with the most nodes done is first.
-        heap = [(floor, 0, 0, 0, ready)]
-        reached: dict[int, tuple[int, int, int]] = {0: (floor, -1, 0)}
-        closed: set[int] = set()
-        while heap:
-            peak, left, used, done, ready = heapq.heappop(heap)
-            if done == whole:
-                return self._path(reached), True
-            if done in closed:
-                continue
-            if len(closed) >= state_limit:
-                return None, False
-            closed.add(done)
-            for i, high, after in self._steps(peak, used, done, ready):
-                then = done | 1 << i
-                # Keep states below the present peak that nothing reached with less.
-                if high >= ceiling or (then in reached and reached[then][0] <= high):
-                    continue
-                reached[then] = (high, i, done)
-                heapq.heappush(
-                    heap, (high, left - 1, after, then, self._ready(ready, then, i))
-                )
+    ceiling = used = done = 0
+    for i in range(count):
+        ceiling = max(ceiling, used + allocated[i] + workspace[i])
+        done |= 1 << i
+        used = used_after(i, used, ~done)
+    floor = 0
+    if count <= _BOUNDED:
+        floor = _least_footprint(after, allocated, workspace, [*freed.values()])
+    if floor >= ceiling:
         return None, True
 
-    def _steps(
-        self, peak: int, used: int, done: int, ready: int
+    def steps(
+        peak: int, used: int, done: int, ready: int
     ) -> list[tuple[int, int, int]]:
         """Return the possible next nodes: node, peak with it, bytes in use after it."""
-        steps = []
+        found = []
         while ready:
             bit = ready & -ready
             ready ^= bit
             i = bit.bit_length() - 1
-            high = used + self.allocated[i] + self.workspace[i]
-            after = used + self.allocated[i]
-            rest = ~(done | bit)
-            for storage in self.frees[i]:
-                mask, nbytes, _ = self.freed[storage]
-                if not mask & rest:
-                    after -= nbytes
+            high = used + allocated[i] + workspace[i]
+            then = used_after(i, used, ~(done | bit))
             # What neither raises the peak nor leaves more in use can always run first.
-            if high <= peak and after <= used:
-                return [(i, peak, after)]
-            steps.append((i, max(high, peak), after))
-        return steps
+            if high <= peak and then <= used:
+                return [(i, peak, then)]
+            found.append((i, max(high, peak), then))
+        return found
 
-    def _ready(self, ready: int, done: int, i: int) -> int:
-        ready ^= 1 << i
-        for follower in self.after[i]:
-            if not self.before[follower] & ~done:
-                ready |= 1 << follower
-        return ready
+    whole = (1 << count) - 1
+    ready = sum(1 << i for i, b in enumerate(before) if not b)
+    # Of equal peaks, the state with the most nodes done is first.
+    heap = [(floor, 0, 0, 0, ready)]
+    reached: dict[int, tuple[int, int, int]] = {0: (floor, -1, 0)}
+    closed: set[int] = set()
+    while heap:
+        peak, left, used, done, ready = heapq.heappop(heap)
+        if done == whole:
+            path = []
+            while done:
+                _, i, done = reached[done]
+                path.append(nodes[i])
+            return path[::-1], True
+        if done in closed:
+            continue
+        if len(closed) >= states:
+            return None, False
+        closed.add(done)
+        for i, high, used_then in steps(peak, used, done, ready):
+            then = done | 1 << i
+            # Keep states below the present peak that nothing reached with less.
+            if high >= ceiling or (then in reached and reached[then][0] <= high):
+                continue
+            reached[then] = (high, i, done)
+            ready_then = ready ^ 1 << i
+            for follower in after[i]:
+                if not before[follower] & ~then:
+                    ready_then |= 1 << follower
+            heapq.heappush(heap, (high, left - 1, used_then, then, ready_then))
+    return None, True
 
-    def _path(self, reached: dict[int, tuple[int, int, int]]) -> list[int]:
-        done = (1 << len(self.nodes)) - 1
-        path = []
-        while done:
-            _, i, done = reached[done]
-            path.append(self.nodes[i])
-        return path[::-1]
 
-    def _peak(self) -> int:
-        used = done = peak = 0
-        for i in range(len(self.nodes)):
-            peak = max(peak, used + self.allocated[i] + self.workspace[i])
-            [(_, _, used)] = self._steps(0, used, done, 1 << i)
-            done |= 1 << i
-        return peak
-
-    def _floor(self) -> int:
-        """Return a lower bound of the peak: the largest footprint a node always has."""
-        count = len(self.nodes)
-        if count > _BOUNDED:
-            return 0
-        # Find the nodes that run before and behind every node in any order.
-        above = [0] * count
-        for i in range(count):
-            for follower in self.after[i]:
-                above[follower] |= above[i] | 1 << i
-        below = [0] * count
-        for i in reversed(range(count)):
-            for follower in self.after[i]:
-                below[i] |= below[follower] | 1 << follower
-        floor = 0
-        for i in range(count):
-            ran = above[i] | 1 << i
-            to_come = below[i] | 1 << i
-            # Everything allocated by then counts, unless all its users may have run.
-            certain = self.workspace[i]
-            for j in range(i + 1):
-                if ran >> j & 1:
-                    certain += self.allocated[j]
-            for mask, nbytes, allocator in self.freed:
-                if not mask & to_come and (not allocator or allocator & ran):
-                    certain -= nbytes
-            floor = max(floor, certain)
-        return floor
+def _least_footprint(
+    after: Sequence[Sequence[int]],
+    allocated: Sequence[int],
+    workspace: Sequence[int],
+    freed: Sequence[tuple[int, int, int]],
+) -> int:
+    """Return a lower bound of the peak: the largest footprint a node always has."""
+    count = len(after)
+    # Find the nodes that run before and behind every node in any order.
+    above, below = [0] * count, [0] * count
+    for i in range(count):
+        for follower in after[i]:
+            above[follower] |= above[i] | 1 << i
+    for i in reversed(range(count)):
+        for follower in after[i]:
+            below[i] |= below[follower] | 1 << follower
+    floor = 0
+    for i in range(count):
+        ran = above[i] | 1 << i
+        to_come = below[i] | 1 << i
+        # Everything allocated by then counts, unless all its users may have run.
+        certain = workspace[i]
+        certain += sum(allocated[j] for j in range(i + 1) if ran >> j & 1)
+        for mask, nbytes, allocator in freed:
+            if not mask & to_come and (not allocator or allocator & ran):
+                certain -= nbytes
+        floor = max(floor, certain)
+    return floor

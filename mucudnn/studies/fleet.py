@@ -33,7 +33,7 @@ from mucudnn.passes.planning.plan_step import fastest_form, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.store.recordings import is_step_table, load_step_table
-from mucudnn.studies.memory_results import StepSpec, costed_step
+from mucudnn.studies.memory_results import CostedStep, StepSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +345,7 @@ def _estimate_step(
     """
     files = () if device.file is None else (device.file,)
     spec = replace(spec, batch=batch, device=device.name or "")
-    step = costed_step(spec, recordings=files)
+    step = CostedStep(spec, recordings=files)
     whole, *_ = step.forms(math.inf)
     plan = unbounded(whole.graph, whole.profile)
     if within is not None and plan.peak_bytes > within:

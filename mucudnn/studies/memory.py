@@ -20,7 +20,6 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.sizes import format_bytes, parse_bytes
 from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE
-from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.bound import lower_bound
 from mucudnn.passes.planning.cutting import (
     WHOLE,
@@ -62,7 +61,6 @@ from mucudnn.studies.memory_results import (
     MemoryStudy,
     SlowdownBudget,
     StepSpec,
-    costed_step,
     with_layouts,
 )
 from mucudnn.studies.step_costs import CPU, Measured
@@ -160,7 +158,7 @@ def study_memory(
     say("building the step", 0, 1)
     if isinstance(spec, StepSpec):
         spec = with_layouts(spec, recordings)
-    costed = costed_step(spec, profile, recordings, choices, say, split)
+    costed = CostedStep(spec, profile, recordings, choices, say, split)
     return MemoryTrials(spec, costed, policies, schedulers, nbytes, say, split).run(
         curve=curve, max_batch=max_batch, min_budget=min_budget, slowdown=slowdown
     )
@@ -196,14 +194,11 @@ def _as_spec(step: object, device: str | None) -> StepSpec:
 IN_PARTS = "planned, in parts"
 """PolicyResult that also decides whether a step runs in slices of its batch."""
 
-
 _SHARES = (1.0, 0.7, 0.5, 0.3)
 """Budgets of the curve, as shares of the unbounded peak; the minimum is added."""
 
-
 _MOST_ABSENCES = 2000
 """Absences up to which the bound is found: a Llama of 24 layers, in ten seconds."""
-
 
 _WIDER = (0.0, 0.01, 0.04, 0.16, 1.0)
 """Bytes beyond the unbounded peak with which everything may be placed, as shares."""
@@ -247,12 +242,9 @@ class MemoryTrials:
             convolutions=costed.convolutions,
         )
         self._least_of: dict[tuple[int, str, str], tuple[Graph, int]] = {}
-        self._free_ms_of: dict[int, tuple[Graph, float]] = {}
         self._least_of_cutting: dict[tuple[int, Cutting], int | None] = {}
         self._planned: dict[int, list[Graph]] = defaultdict(list)
-        self._requests_of: dict[tuple[str, str], StepRequest] = {}
         self._least_in_parts: int | None = None
-        self._placed_steps: list[PlacedStep] = []
 
     def run(
         self,
@@ -321,57 +313,45 @@ class MemoryTrials:
         ]
         for i, forms in enumerate(trials):
             self._say(_describe_request(forms[0]), i, len(trials))
-            found, request = self._try(forms)
-            self._keep(techniques=(*self._found.techniques, found))
-            self._requests_of[found.policy, found.scheduler] = request
+            self._keep(techniques=(*self._found.techniques, self._try(forms)))
 
-    def _try(self, forms: Sequence[StepRequest]) -> tuple[PolicyResult, StepRequest]:
-        """Plan the form of a step that `Trainer` runs; return its request, too."""
+    def _try(self, forms: Sequence[StepRequest]) -> PolicyResult:
+        """Plan the form of a step that `Trainer` runs."""
 
-        def results() -> Iterator[tuple[PolicyResult, StepRequest]]:
+        def results() -> Iterator[PolicyResult]:
             fastest_ms = math.inf
             for request in forms:
-                if math.isfinite(fastest_ms) and self._free_ms(request) >= fastest_ms:
+                if math.isfinite(fastest_ms) and request.compute_ms({}) >= fastest_ms:
                     continue  # slower under any plan
-                technique = self._as_placed(try_technique(request), request)
+                technique = self._as_placed(try_technique(request))
                 if request is not forms[-1] and not self._fits(request, technique):
                     technique = replace(technique, plan=None)
                 if technique.step_ms is not None:
                     self._planned[technique.budget].append(request.graph)
                     fastest_ms = technique.step_ms
-                yield technique, request
+                yield technique
 
         compare = not self._costed.tiers
-        found = fastest_form(results(), lambda one: one[0].plan, compare=compare)
+        found = fastest_form(results(), lambda one: one.plan, compare=compare)
         assert found is not None, "a step has a form"
-        technique, request = found
-        if not technique.fits and technique.least_bytes is not None:
-            technique = replace(technique, least_bytes=min(map(self._least, forms)))
-        return technique, request
+        if not found.fits and found.least_bytes is not None:
+            found = replace(found, least_bytes=min(map(self._least, forms)))
+        return found
 
-    def _free_ms(self, request: StepRequest) -> float:
-        """Return the time of a form of the step without a budget."""
-        key = id(request.graph)
-        if key not in self._free_ms_of:
-            free = unbounded(request.graph, request.profile)
-            # The graph is held, as the identity of a freed one could be reused.
-            self._free_ms_of[key] = request.graph, free.prediction.step_ms
-        return self._free_ms_of[key][1]
-
-    def _as_placed(self, found: PolicyResult, request: StepRequest) -> PolicyResult:
+    def _as_placed(self, found: PolicyResult) -> PolicyResult:
         """Return a technique whose plan is the step with offsets, as `Trainer` runs it.
 
         Steps with tiers are placed for the best technique only, and PyTorch's never.
         """
-        if found.plan is None or not self._costed.placed or self._costed.tiers:
+        arena = self._costed.placed and not self._costed.tiers
+        if found.plan is None or found.request is None or not arena:
             return found
         try:
-            placed = place_step(request, found.plan)
+            placed = place_step(found.request, found.plan)
         except PlanningError as e:
             self._keep(placement_error=str(e))
             return replace(found, plan=None, least_bytes=e.least_bytes)
-        self._placed_steps.append(placed)
-        return replace(found, plan=placed.plan)
+        return replace(found, plan=placed.plan, placed=placed)
 
     def _fits(self, request: StepRequest, found: PolicyResult) -> bool:
         """Return whether a step that could be planned can be placed, too."""
@@ -427,19 +407,17 @@ class MemoryTrials:
                     self._least_of_cutting[i, tried.cutting] = tried.least_bytes
                 plan = found.chosen.plan
                 name = "any" if plan is None else plan.scheduler
-                technique = PolicyResult(IN_PARTS, name, budget, plan)
-                if (request := found.chosen.request) is not None:
-                    technique = self._as_placed(technique, request)
-                yield technique, found
+                request = found.chosen.request
+                technique = PolicyResult(IN_PARTS, name, budget, plan, None, request)
+                yield self._as_placed(technique), found
 
         compare = not self._costed.tiers
         chosen = fastest_form(results(), lambda one: one[0].plan, compare=compare)
         if chosen is not None:
             return chosen
         self._least_in_parts = min(least, default=self._least_in_parts)
-        return PolicyResult(
-            IN_PARTS, "any", budget, None, min(least, default=None)
-        ), None
+        refused = PolicyResult(IN_PARTS, "any", budget, None, min(least, default=None))
+        return refused, None
 
     def _least_of_parts(self) -> int:
         """Return the least budget of all splits, untried ones included."""
@@ -458,21 +436,14 @@ class MemoryTrials:
             return
         self._say("places in the arena", 0, 1)
         # The best technique may have been placed when it was planned.
-        for placed in self._placed_steps:
-            if placed.plan is best.plan:
-                self._keep(placed=placed, placement_error="")
-                return
-        if best.policy == IN_PARTS and self._found.splitting is not None:
-            request = self._found.splitting.chosen.request
-            assert request is not None, "a split with a plan has a request"
-        else:
-            request = self._requests_of[best.policy, best.scheduler]
+        placed, request = best.placed, best.request
+        assert request is not None, "a technique with a plan has a request"
         try:
             if self._costed.tiers:
                 placed = place_tiered_step(request, self._costed.tiers)
-            else:
+            elif placed is None:
                 placed = place_step(request, best.plan)
-            self._keep(placed=placed)
+            self._keep(placed=placed, placement_error="")
         except PlanningError as e:
             self._keep(placement_error=str(e))
 
@@ -486,7 +457,7 @@ class MemoryTrials:
             for policy in self._policies:
                 self._say(f"{policy} within {budget / most:.0%}", done, total)
                 forms, *_ = self._trials(self._costed.forms(budget), policy)
-                self._keep(curve=(*self._found.curve, self._try(forms)[0]))
+                self._keep(curve=(*self._found.curve, self._try(forms)))
                 done += 1
             self._bound(budget)
         for budget in budgets if self._splits else ():
@@ -558,7 +529,7 @@ class MemoryTrials:
         for share in _WIDER:
             budget = int((1 + share) * nbytes)
             whole, *_ = self._costed.forms(budget)
-            kept, _ = self._try([whole.planned_by("keep_all")])
+            kept = self._try([whole.planned_by("keep_all")])
             if kept.step_ms is not None and kept.step_ms <= enough_ms:
                 break
         return budget
@@ -566,12 +537,12 @@ class MemoryTrials:
     def _compare_batches(self) -> None:
         """Plan batches up to the largest one, to compare their throughput."""
         most = max(self._found.max_batch.values(), default=0)
-        if self._costed.timed_at is None:
-            return
+        if self._spec.device == CPU and self._costed.placed:
+            return  # every batch would have to be measured
         for batch in batches_to_compare(most):
             self._say(f"the throughput at batch {batch}", 0, 1)
             try:
-                forms = self._costed.timed_at(batch, self._budget)
+                forms = self._costed.at(batch, self._budget, timed=True)
             except PlanningError:  # too large to be divided into micro-batches
                 continue
             found = self._fastest_of(forms)
@@ -581,7 +552,7 @@ class MemoryTrials:
     def _fastest_of(self, forms: Sequence[StepRequest]) -> PolicyResult | None:
         """Return the fastest technique that fits, of a step in several forms."""
         return best_technique(
-            self._try(trial)[0]
+            self._try(trial)
             for policy in self._fastest_policies
             for trial in self._trials(forms, policy)
         )

@@ -367,9 +367,8 @@ def _placement_row(placed: PlacedStep) -> dict[str, Any]:
 # A training step with its costs: measured, recorded, estimated, or supplied.
 
 
-@dataclass(frozen=True, slots=True)
 class CostedStep:
-    """A step with its costs.
+    """A step with its costs: measured, recorded, estimated, or its own.
 
     A budget decides between forms of a step, as it does in `Trainer`: the fused one is
     preferred, the one without fusion may need less or be faster within the budget, and
@@ -377,12 +376,6 @@ class CostedStep:
     the order of preference.
 
     Attributes:
-        forms: Budget -> the forms of the step, as planning requests.
-        at: Batch -> the forms with the least memory at another batch, precise enough to
-            decide what fits.
-        timed_at: Batch and budget -> the forms at another batch with their times; None
-            if they would have to be measured.
-        in_parts: Budget -> the forms, to choose a split of their batch.
         tiers: Offload targets; none means unlimited host memory.
         placed: Whether the step runs in an arena, which may be larger than its peak.
         image: Shape of a sample.
@@ -391,129 +384,67 @@ class CostedStep:
         convolutions: Number of measured convolutions.
     """
 
-    forms: Callable[[float], Sequence[StepRequest]]
-    at: Callable[[int], Sequence[StepRequest]]
-    timed_at: Callable[[int, float], Sequence[StepRequest]] | None
-    in_parts: Callable[[float], Sequence[SplitStep]]
-    tiers: tuple[MemoryTier, ...]
-    placed: bool
-    image: tuple[int, ...]
-    parameters: int
-    figures: Mapping[str, str]
-    convolutions: Coverage
-
-
-def costed_step(
-    spec: StepSpec | DescribedStep,
-    measured: Measured | None = None,
-    recordings: Sequence[str] = (),
-    tiers: Sequence[TierChoice] = (),
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-    split: Split = WHOLE,
-) -> CostedStep:
-    """Return a step with its costs: measured, recorded, estimated, or its own."""
-    # A step of another framework brings its costs along.
-    if isinstance(spec, DescribedStep):
-        parts = None
-        if split != WHOLE and spec.in_parts is not None:
-            parts = spec.in_parts(split)
-        own = spec.request(spec.batch)
-        found = _tiers(spec, tiers, own.profile)
-        own = over_fastest(own, found)
-
-        def at(batch: int) -> StepRequest:
-            return over_fastest(spec.request(batch), found)
-
-        return CostedStep(
-            forms=lambda budget: [own.within(budget)],
-            at=lambda batch: [at(batch)],
-            timed_at=lambda batch, budget: [at(batch).within(budget)],
-            in_parts=lambda budget: [] if parts is None else [parts.within(budget)],
-            tiers=found,
-            placed=False,
-            image=spec.image,
-            parameters=spec.parameters,
-            figures={**spec.figures, **_tier_words(found)},
-            convolutions=Coverage(0, 0),
-        )
-    # A network's costs are measured, recorded or estimated.
-    graph = spec.graph()
-    progress("what its operations cost", 0, 1)
-    costs = StepCosts(graph, spec.device, measured, recordings)
-    found = _tiers(spec, tiers, costs.profile)
-
-    def request(graph: Graph, profile: Profile) -> StepRequest:
-        return over_fastest(
-            StepRequest(graph, profile, placement=spec.placement), found
-        )
-
-    def timed_at(batch: int, budget: float) -> Sequence[StepRequest]:
-        return StepForms(spec, batch, costs.of, request).within(budget)
-
-    own_forms = StepForms(spec, spec.batch, costs.of, request)
-    return CostedStep(
-        forms=functools.cache(own_forms.within),
-        at=lambda batch: StepForms(spec, batch, costs.at_another_batch, request).within(
-            0
-        ),
-        timed_at=None if spec.device == CPU else timed_at,
-        in_parts=own_forms.in_parts,
-        tiers=found,
-        placed=True,
-        image=tuple(graph.tensors[IMAGE].shape[1:]),
-        parameters=graph.parameter_count,
-        figures={
-            **_precision_words(spec),
-            **_layout_words(spec, graph),
-            **costs.figures,
-            **_tier_words(found),
-        },
-        convolutions=costs.coverage,
-    )
-
-
-def _tiers(
-    spec: StepSpec | DescribedStep, choices: Sequence[TierChoice], profile: Profile
-) -> tuple[MemoryTier, ...]:
-    if not choices:
-        return ()
-    return forecast_tiers(choices, profile, measured=spec.device == CPU)
-
-
-class StepForms:
-    """The forms of one of our steps, each built and costed once.
-
-    `costs` returns the profile of a graph, or None if there is none; `request` makes
-    the planning request of a graph and its profile.
-    """
-
     def __init__(
         self,
-        spec: StepSpec,
-        batch: int,
-        costs: Callable[[Graph], Profile | None],
-        request: Callable[[Graph, Profile], StepRequest],
+        spec: StepSpec | DescribedStep,
+        measured: Measured | None = None,
+        recordings: Sequence[str] = (),
+        tiers: Sequence[TierChoice] = (),
+        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+        split: Split = WHOLE,
     ) -> None:
-        self._spec, self._costs, self._request = spec, costs, request
-        self._network = spec.network(batch)
-        recipe = spec.recipe
-        self._recipes = [recipe]
-        if can_fuse(self._network, recipe):
-            self._recipes.append(replace(recipe, fuse=False))
-        self._known: dict[tuple[bool, bool], StepRequest | None] = {}
+        self._spec, self.placed = spec, isinstance(spec, StepSpec)
+        self._known: dict[tuple[int, bool, bool, bool], StepRequest | None] = {}
+        if isinstance(spec, DescribedStep):  # a step of another framework
+            self._own = spec.request(spec.batch)
+            cut = None if split == WHOLE else spec.in_parts
+            self._parts = None if cut is None else cut(split)
+            profile, self.convolutions = self._own.profile, Coverage(0, 0)
+            self.image, self.parameters = spec.image, spec.parameters
+            figures = spec.figures
+        else:
+            self._network_step, graph = spec, spec.graph()
+            progress("what its operations cost", 0, 1)
+            self._costs = StepCosts(graph, spec.device, measured, recordings)
+            profile, self.convolutions = self._costs.profile, self._costs.coverage
+            self.image = tuple(graph.tensors[IMAGE].shape[1:])
+            self.parameters = graph.parameter_count
+            figures = {
+                **_precision_words(spec),
+                **_layout_words(spec, graph),
+                **self._costs.figures,
+            }
+        self.tiers: tuple[MemoryTier, ...] = ()
+        if tiers:
+            self.tiers = forecast_tiers(tiers, profile, measured=spec.device == CPU)
+        if isinstance(spec, DescribedStep):
+            self._own = over_fastest(self._own, self.tiers)
+        self.figures = {**figures, **_tier_words(self.tiers)}
+        self.forms = functools.cache(functools.partial(self.at, spec.batch, timed=True))
 
-    def within(self, budget: float) -> Sequence[StepRequest]:
-        """Return the forms within a budget, the preferred one first."""
-        found = []
-        for recipe in self._recipes:
-            request = self._form(recipe, keep_copies=True)
+    def at(
+        self, batch: int, budget: float = 0, *, timed: bool = False
+    ) -> Sequence[StepRequest]:
+        """Return the forms of the step at a batch size, within a budget.
+
+        Unless they are `timed`, nothing is measured: costs decide what fits only.
+        """
+        spec = self._spec
+        if isinstance(spec, DescribedStep):
+            if batch == spec.batch:
+                return [self._own.within(budget)]
+            return [over_fastest(spec.request(batch), self.tiers).within(budget)]
+        network, found = spec.network(batch), []
+        for recipe in self._recipes(network):
+            form = functools.partial(self._form, network, recipe, batch, timed)
+            request = form(keep_copies=True)
             # Copies of parameters that have no room are left out.
             if (
                 request is not None
                 and copies_of_parameters(request.graph)
                 and not fits_resident(request.within(budget))
             ):
-                request = self._form(recipe, keep_copies=False)
+                request = form(keep_copies=False)
             if request is not None:
                 found.append(request.within(budget))
         if not found:
@@ -525,35 +456,62 @@ class StepForms:
 
     def in_parts(self, budget: float) -> Sequence[SplitStep]:
         """Return the forms within a budget, to choose a split of their batch."""
-        return [self._in_parts(recipe, budget) for recipe in self._recipes]
-
-    def _in_parts(self, recipe: StepRecipe, budget: float) -> SplitStep:
         spec = self._spec
+        if isinstance(spec, DescribedStep):
+            return [] if self._parts is None else [self._parts.within(budget)]
+        network, costs = spec.network(), self._costs.of
+
+        def request(graph: Graph, profile: Profile) -> StepRequest:
+            return self._request(graph, profile).within(budget)
 
         def fits(step: Graph) -> bool:
             graph = ordered(spec.order, step)
-            profile = self._costs(graph)
-            return profile is not None and fits_resident(
-                self._request(graph, profile).within(budget)
-            )
+            profile = costs(graph)
+            return profile is not None and fits_resident(request(graph, profile))
 
         choices = replace(spec.choices, keep_copies=fits)
-        return SplitStep(
-            build_gradients(self._network, recipe, choices),
-            lambda g: ordered(spec.order, complete_step(g, recipe, choices)[-1]),
-            self._costs,
-            lambda graph, costs: self._request(graph, costs).within(budget),
-        )
 
-    def _form(self, recipe: StepRecipe, *, keep_copies: bool) -> StepRequest | None:
-        key = recipe.fuse, keep_copies
+        def step(recipe: StepRecipe) -> SplitStep:
+            return SplitStep(
+                build_gradients(network, recipe, choices),
+                lambda g: ordered(spec.order, complete_step(g, recipe, choices)[-1]),
+                costs,
+                request,
+            )
+
+        return [step(recipe) for recipe in self._recipes(network)]
+
+    def _recipes(self, network: Graph) -> Sequence[StepRecipe]:
+        """Return the recipes of the forms of a network's step, the preferred first."""
+        recipe = self._network_step.recipe
+        return [recipe, *([replace(recipe, fuse=False)] * can_fuse(network, recipe))]
+
+    def _form(
+        self,
+        network: Graph,
+        recipe: StepRecipe,
+        batch: int,
+        timed: bool,
+        *,
+        keep_copies: bool,
+    ) -> StepRequest | None:
+        key = batch, timed, recipe.fuse, keep_copies
         if key not in self._known:
-            choices = replace(self._spec.choices, keep_copies=lambda step: keep_copies)
-            step = build_step(self._network, recipe, choices).steps[-1]
-            graph = ordered(self._spec.order, step)
-            costs = self._costs(graph)
-            self._known[key] = None if costs is None else self._request(graph, costs)
+            spec = self._network_step
+            choices = replace(spec.choices, keep_copies=lambda step: keep_copies)
+            graph = build_step(network, recipe, choices).steps[-1]
+            graph = ordered(spec.order, graph)
+            costs = self._costs.of if timed else self._costs.at_another_batch
+            profile = costs(graph)
+            self._known[key] = (
+                None if profile is None else self._request(graph, profile)
+            )
         return self._known[key]
+
+    def _request(self, graph: Graph, profile: Profile) -> StepRequest:
+        placement = self._network_step.placement
+        request = StepRequest(graph, profile, placement=placement)
+        return over_fastest(request, self.tiers)
 
 
 def with_layouts(spec: StepSpec, recordings: Sequence[str] = ()) -> StepSpec:

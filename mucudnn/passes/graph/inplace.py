@@ -20,16 +20,13 @@ def in_place(graph: Graph) -> Graph:
 
 
 def in_place_with_uses(
-    graph: Graph,
-    touched: tuple[Positions, Positions] | None = None,
-    known: Mapping[str, Use] = MappingProxyType({}),
+    graph: Graph, touched: tuple[Positions, Positions] | None = None
 ) -> tuple[Graph, Mapping[str, Use]]:
     """Return the graph with results in place, and its `uses_of`, in one walk.
 
     Args:
         graph: The graph.
         touched: Result of `touches`, if known; it is changed.
-        known: Uses of storages of the graph before it was rewritten; see `uses_by`.
     """
     tensors, storages = dict(graph.tensors), graph.storages
     positions, writes = touches(graph) if touched is None else touched
@@ -70,4 +67,4 @@ def in_place_with_uses(
                 break
     now = {name: merged.get(storage, storage) for name, storage in storages.items()}
     final = graph.with_aliases(MappingProxyType(tensors), now)
-    return final, uses_by(final, positions, writes, known)
+    return final, uses_by(final, positions, writes)

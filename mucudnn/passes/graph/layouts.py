@@ -82,67 +82,53 @@ def with_channels_last(graph: Graph, nodes: Collection[str]) -> Graph:
     """Return the network with channels last in some of its nodes."""
     if not nodes:
         return graph
-    rewriter = _LayoutRewriter(graph)
+    tensors, made = dict(graph.tensors), list[Node]()
+    last_of: dict[str, str] = {}  # tensor -> its form with channels last
+    first_of: dict[str, str] = {}  # the same, first; "" if not yet made
+
+    def transposed(of: str, source: str, spec: TensorSpec) -> str:
+        if same_bytes(graph.tensors[of]):
+            spec = replace(spec, alias=source)
+        tensors[spec.name] = spec
+        made.append(transpose_node(tensors, source, spec))
+        return spec.name
+
+    def with_last(name: str) -> str:
+        if name not in last_of:
+            spec = replace(graph.tensors[name], role=Role.ACTIVATION)
+            last_of[name] = transposed(name, name, last(spec, f"{name}:NHWC"))
+        return last_of[name]
+
+    def with_first(name: str) -> str:
+        if first_of.get(name) == "":
+            spec = replace(graph.tensors[name], name=f"{name}:NCHW")
+            first_of[name] = transposed(name, name, spec)
+        return first_of.get(name, name)
+
     for node in graph.nodes:
-        rewriter.add(node, node.name in nodes)
-    tensors = MappingProxyType(rewriter.tensors)
-    return replace(graph, tensors=tensors, nodes=tuple(rewriter.nodes))
-
-
-class _LayoutRewriter:
-    """A graph being rewritten, and the layouts in which each tensor is available."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self.tensors: dict[str, TensorSpec] = dict(graph.tensors)
-        self.nodes: list[Node] = []
-        self._last: dict[str, str] = {}  # tensor -> its form with channels last
-        self._first: dict[str, str] = {}  # the same, first; "" if not yet made
-
-    def add(self, node: Node, channels_last: bool) -> None:
-        """Append a node, on tensors in the right layout."""
-        if not channels_last:
-            now = {name: self._with_channels_first(name) for name in node.inputs}
+        if node.name not in nodes:
+            now = {name: with_first(name) for name in node.inputs}
             inputs = tuple(now[name] for name in node.inputs)
-            self.nodes.append(replace(node, inputs=inputs))
+            made.append(replace(node, inputs=inputs))
             for name in node.outputs:
-                spec = self.tensors[name]
+                spec = tensors[name]
                 if spec.alias in now:  # a view of the form that is read
-                    self.tensors[name] = replace(spec, alias=now[spec.alias])
-            return
-        graph = self._graph
+                    tensors[name] = replace(spec, alias=now[spec.alias])
+            continue
         read = [name for name in node.inputs if is_image(graph.tensors[name])]
-        made = [name for name in node.outputs if is_image(graph.tensors[name])]
-        names = {name: self._with_channels_last(name) for name in read}
-        names |= {name: f"{name}:NHWC" for name in made if name in graph.outputs}
+        results = [name for name in node.outputs if is_image(graph.tensors[name])]
+        names = {name: with_last(name) for name in read}
+        names |= {name: f"{name}:NHWC" for name in results if name in graph.outputs}
         one = channels_last_graph(graph, node, names)
-        self.nodes += one.nodes
-        self.tensors |= {name: one.tensors[name] for name in one.nodes[0].outputs}
-        for name in made:
-            own = self._last[name] = names.get(name, name)
+        made += one.nodes
+        tensors |= {name: one.tensors[name] for name in one.nodes[0].outputs}
+        for name in results:
+            own = last_of[name] = names.get(name, name)
             if own == name:
-                self._first[name] = ""
+                first_of[name] = ""
             else:  # outputs of the graph keep their name and channels first
-                self._transpose(name, own, graph.tensors[name])
-
-    def _with_channels_last(self, name: str) -> str:
-        if name not in self._last:
-            spec = replace(self._graph.tensors[name], role=Role.ACTIVATION)
-            self._last[name] = self._transpose(name, name, last(spec, f"{name}:NHWC"))
-        return self._last[name]
-
-    def _with_channels_first(self, name: str) -> str:
-        if self._first.get(name) == "":
-            spec = replace(self._graph.tensors[name], name=f"{name}:NCHW")
-            self._first[name] = self._transpose(name, name, spec)
-        return self._first.get(name, name)
-
-    def _transpose(self, of: str, source: str, made: TensorSpec) -> str:
-        if same_bytes(self._graph.tensors[of]):
-            made = replace(made, alias=source)
-        self.tensors[made.name] = made
-        self.nodes.append(transpose_node(self.tensors, source, made))
-        return made.name
+                transposed(name, own, graph.tensors[name])
+    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(made))
 
 
 # Choose the nodes with channels last at the least total cost, exactly.
@@ -283,16 +269,49 @@ def layout_trials(
 ) -> LayoutTrials:
     """Return the trials of `nodes`, with their gradients if the graph is trained."""
     fed = fed_by_parameters(graph) if trains else set()
-    trials = _Trials()
+    tensors: dict[str, TensorSpec] = {}
+    made: list[Node] = []
+    known: dict[Hashable, int] = {}
+
+    def number_of(one: Graph) -> int:
+        """Add the trial of a node and its gradients, once; return its number."""
+        if (key := _signature(one)) in known:
+            return known[key]
+        number = known[key] = len(known)
+        (node,) = one.nodes
+        tape = Tape(one)
+        if tape.wants(node.outputs[0]) and node.op in RULES:
+            tape.seed(node.outputs[0], None)
+            RULES[node.op](tape, node)
+
+        def prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(f"{number}:{name}" for name in names)
+
+        for name, spec in tape.tensors.items():
+            alias = None if spec.alias is None else f"{number}:{spec.alias}"
+            own = replace(spec, name=f"{number}:{name}", alias=alias)
+            tensors[own.name] = own
+        made.extend(
+            replace(
+                node,
+                name=f"{number}:{node.name}",
+                inputs=prefixed(node.inputs),
+                outputs=prefixed(node.outputs),
+                mutates=prefixed(node.mutates),
+            )
+            for node in tape.nodes
+        )
+        return number
+
     first: dict[str, int] = {}
     other: dict[str, int] = {}
     # Every node is tried as it is and with channels last.
     for node in graph.nodes:
         if node.name in nodes:
             one = _with_wanted_gradients(single_node_graph(graph, node), fed)
-            first[node.name] = trials.add(one)
+            first[node.name] = number_of(one)
             one = _with_wanted_gradients(channels_last_graph(graph, node), fed)
-            other[node.name] = trials.add(one)
+            other[node.name] = number_of(one)
     images = (graph.tensors[name] for name in image_edges(graph, nodes))
     # Gradients of parameters, and of their casts, are not transposed back.
     weights = {spec.name for spec in graph.with_role(Role.PARAMETER)}
@@ -302,55 +321,12 @@ def layout_trials(
     transposed = {
         spec.name: None
         if same_bytes(spec)
-        else trials.add(_transposition(spec, fed - weights))
+        else number_of(_transposition(spec, fed - weights))
         for spec in images
         if spec.layout == "NCHW"
     }
-    every = Graph(MappingProxyType(trials.tensors), tuple(trials.nodes), ())
+    every = Graph(MappingProxyType(tensors), tuple(made), ())
     return LayoutTrials(every, first, other, transposed)
-
-
-class _Trials:
-    """A graph of trials in which equal trials appear once."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, TensorSpec] = {}
-        self.nodes: list[Node] = []
-        self._known: dict[Hashable, int] = {}
-
-    def add(self, one: Graph) -> int:
-        """Add the trial of a node and its gradients; return its number."""
-        key = _signature(one)
-        if key not in self._known:
-            self._known[key] = len(self._known)
-            (node,) = one.nodes
-            tape = Tape(one)
-            if tape.wants(node.outputs[0]) and node.op in RULES:
-                tape.seed(node.outputs[0], None)
-                RULES[node.op](tape, node)
-            self._put(tape, f"{self._known[key]}:")
-        return self._known[key]
-
-    def _put(self, tape: Tape, prefix: str) -> None:
-        """Add the tensors and nodes of a trial under names with a prefix."""
-
-        def prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(prefix + name for name in names)
-
-        for name, spec in tape.tensors.items():
-            alias = None if spec.alias is None else prefix + spec.alias
-            own = replace(spec, name=prefix + name, alias=alias)
-            self.tensors[own.name] = own
-        self.nodes += (
-            replace(
-                node,
-                name=prefix + node.name,
-                inputs=prefixed(node.inputs),
-                outputs=prefixed(node.outputs),
-                mutates=prefixed(node.mutates),
-            )
-            for node in tape.nodes
-        )
 
 
 def _with_wanted_gradients(one: Graph, fed: Collection[str]) -> Graph:

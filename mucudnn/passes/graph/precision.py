@@ -93,100 +93,72 @@ LOSS_SCALES: Mapping[str, float] = MappingProxyType(
 def to_mixed_precision(graph: Graph, dtype: str) -> Graph:
     """Return a forward graph with activations in `float16` or `bfloat16`."""
     check_choice("narrow type", dtype, LOSS_SCALES)
-    narrowing = _Narrowing(graph, dtype)
+    tensors, nodes = dict(graph.tensors), list[Node]()
+    narrow_of: dict[str, str] = {}  # tensor -> its low-precision form
+    wide_of: dict[str, str] = {}  # tensor computed in low precision -> its wide form
+    native: set[str] = set()  # tensors computed in low precision
+
+    def cast(source: str, spec: TensorSpec) -> str:
+        tensors[spec.name] = spec
+        name = f"{spec.name}:cast"
+        nodes.append(make_node(tensors, name, "cast", (source,), (spec.name,)))
+        return spec.name
+
+    def narrowed(name: str) -> str:
+        if name not in narrow_of:
+            spec = TensorSpec(f"{name}:{dtype}", graph.tensors[name].shape, dtype)
+            narrow_of[name] = cast(name, spec)
+        return narrow_of[name]
+
+    def widened(name: str) -> str:
+        if name not in native:
+            return name
+        if name not in wide_of:
+            spec = graph.tensors[name]
+            wide = TensorSpec(f"{name}:{spec.dtype}", spec.shape, spec.dtype)
+            wide_of[name] = cast(narrow_of[name], wide)
+        return wide_of[name]
+
     for node in graph.nodes:
-        narrowing.add(node)
-    tensors, nodes = MappingProxyType(narrowing.tensors), tuple(narrowing.nodes)
-    return replace(graph, tensors=tensors, nodes=nodes)
-
-
-class _Narrowing:
-    """A graph being rewritten, and the dtypes in which each tensor is available."""
-
-    def __init__(self, graph: Graph, dtype: str) -> None:
-        self._graph = graph
-        self._dtype = dtype
-        self.tensors: dict[str, TensorSpec] = dict(graph.tensors)
-        self.nodes: list[Node] = []
-        self._narrow: dict[str, str] = {}  # tensor -> its low-precision form
-        self._wide: dict[str, str] = {}  # tensor computed in low precision -> wide form
-        self._native: set[str] = set()
-
-    def add(self, node: Node) -> None:
-        """Append a node, on tensors of the right dtypes."""
-        data = [name for name in node.inputs if self._is_data(node, name)]
-        if node.traits.expensive or (
-            node.traits.narrow and not self._native.isdisjoint(data)
+        # Inputs that get low precision where their node does; weights of products only.
+        specs = [graph.tensors[name] for name in node.inputs]
+        data = [
+            spec.name
+            for spec in specs
+            if spec.dtype not in INTEGERS
+            if node.traits.expensive or spec.role not in PERSISTENT
+        ]
+        if not node.traits.expensive and (
+            not node.traits.narrow or native.isdisjoint(data)
         ):
-            self._add_narrow(node, data)
-        else:
             unconverted = node.inputs[:1] if node.traits.reads_narrow else ()
             inputs = tuple(
-                self._narrow[name]
-                if name in unconverted and name in self._native
-                else self._widened(name)
+                narrow_of[name]
+                if name in unconverted and name in native
+                else widened(name)
                 for name in node.inputs
             )
-            self.nodes.append(replace(node, inputs=inputs))
-
-    def _is_data(self, node: Node, name: str) -> bool:
-        """Return whether an input gets low precision where its node does."""
-        spec = self._graph.tensors[name]
-        if spec.dtype in INTEGERS:
-            return False
-        return node.traits.expensive or spec.role not in PERSISTENT
-
-    def _add_narrow(self, node: Node, data: list[str]) -> None:
-        inputs = tuple(
-            self._narrowed(name) if name in data else name for name in node.inputs
-        )
+            nodes.append(replace(node, inputs=inputs))
+            continue
+        inputs = tuple(narrowed(t) if t in data else t for t in node.inputs)
         # The first result has low precision; outputs of the graph keep their names.
         first, *others = node.outputs
-        spec, returned = self._graph.tensors[first], first in self._graph.outputs
-        result = f"{first}:{self._dtype}" if returned else first
+        spec, returned = graph.tensors[first], first in graph.outputs
+        result = f"{first}:{dtype}" if returned else first
         # A view shares the storage of the cast input instead of the original one.
         read = dict(zip(node.inputs, inputs, strict=True))
         alias = None if spec.alias is None else read.get(spec.alias, spec.alias)
-        narrow = replace(spec, name=result, dtype=self._dtype, alias=alias)
-        self.tensors[result] = narrow
-        self._narrow[first] = result
-        self._native.add(first)
+        tensors[result] = replace(spec, name=result, dtype=dtype, alias=alias)
+        narrow_of[first] = result
+        native.add(first)
         attrs = dict(node.attrs)
         if node.op == "conv":
-            attrs["problem"] = replace(attrs["problem"], dtype=self._dtype)
-        self.nodes.append(
-            replace(
-                node,
-                inputs=inputs,
-                outputs=(result, *others),
-                attrs=MappingProxyType(attrs),
-            )
-        )
+            attrs["problem"] = replace(attrs["problem"], dtype=dtype)
+        outputs, attributes = (result, *others), MappingProxyType(attrs)
+        nodes.append(replace(node, inputs=inputs, outputs=outputs, attrs=attributes))
         if returned:
-            self._wide[first] = self._cast(result, spec)
-
-    def _narrowed(self, name: str) -> str:
-        if name not in self._narrow:
-            spec = self._graph.tensors[name]
-            narrow = TensorSpec(f"{name}:{self._dtype}", spec.shape, self._dtype)
-            self._narrow[name] = self._cast(name, narrow)
-        return self._narrow[name]
-
-    def _widened(self, name: str) -> str:
-        if name not in self._native:
-            return name
-        if name not in self._wide:
-            spec = self._graph.tensors[name]
-            wide = TensorSpec(f"{name}:{spec.dtype}", spec.shape, spec.dtype)
-            self._wide[name] = self._cast(self._narrow[name], wide)
-        return self._wide[name]
-
-    def _cast(self, source: str, spec: TensorSpec) -> str:
-        self.tensors[spec.name] = spec
-        name = f"{spec.name}:cast"
-        cast = make_node(self.tensors, name, "cast", (source,), (spec.name,))
-        self.nodes.append(cast)
-        return spec.name
+            wide_of[first] = cast(result, spec)
+    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
 
 
 # Cache cast or transposed copies of parameters between steps.

@@ -42,9 +42,8 @@ class Insertions:
 class Rematerializer:
     """Rewriter of one graph for many residencies, with cached facts about the graph."""
 
-    def __init__(self, graph: Graph, saved: Collection[str] | None = None) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._saved = saved
         self._made: dict[object, tuple[Node, tuple[TensorSpec, ...]]] = {}
 
     def __call__(self, residency: Mapping[str, Residency]) -> Graph:
@@ -126,9 +125,7 @@ class Rematerializer:
     @cached_property
     def saved(self) -> frozenset[str]:
         """Names of the graph's saved tensors."""
-        if self._saved is None:
-            return frozenset(tensor.name for tensor in saved_tensors(self.graph))
-        return frozenset(self._saved)
+        return frozenset(tensor.name for tensor in saved_tensors(self.graph))
 
     @cached_property
     def makers(self) -> Mapping[str, Node]:

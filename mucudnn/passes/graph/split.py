@@ -75,7 +75,8 @@ class _Splitter:
         self._graph, self._parts, self._along = graph, parts, along
         self._cuttable = cuttable(graph, along)
         self._slices = SplitTensors(graph, along.unit)
-        self._emitter = Emitter(self._slices)
+        self._totals: dict[str, str] = {}
+        """Name of the running sum of each result that is accumulated."""
         self._phase: list[Cut] = []
         self._sums: set[str] = set()
         """Results of the open phase that are complete only at its end."""
@@ -129,7 +130,7 @@ class _Splitter:
                     self._sums.update(cut.node.outputs)
                     return
                 self._close()
-            self._emitter.whole(cut.node)
+            self._emit_whole(cut.node)
             return
         differs = bool(self._phase) and self._phase[-1].parts != cut.parts
         # Other numbers of parts, or sums that it reads, need all slices of before.
@@ -172,29 +173,17 @@ class _Splitter:
         deferred, self._deferred = self._deferred, []
         if not phase:
             return
-        self._emitter.phase(phase)
+        self._emit_phase(phase)
         for node in deferred:
-            self._emitter.whole(node)
+            self._emit_whole(node)
         # Halo rows that were copied in one phase are not reused in the next.
         self._slices.copies.clear()
         self._slices.begun = len(self._slices.nodes)
 
+    # Emit nodes: slices of a phase interleaved, other nodes whole. Sums over the batch
+    # are accumulated slice by slice, in place; the last sum has the tensor's own name.
 
-# Emit the nodes of a split graph: slices of a phase interleaved, other nodes whole.
-#
-# Sums over the batch are accumulated slice by slice, in place; the last sum has the
-# tensor's own name.
-
-
-class Emitter:
-    """Emitter of the nodes of a split graph into `slices`."""
-
-    def __init__(self, slices: "SplitTensors") -> None:
-        self._slices = slices
-        self._totals: dict[str, str] = {}
-        """Name of the running sum of each result that is accumulated."""
-
-    def phase(self, phase: Sequence[Cut]) -> None:
+    def _emit_phase(self, phase: Sequence[Cut]) -> None:
         """Emit nodes with the same number of parts, slice by slice."""
         strips = [
             [self._strip(cut, index) for index in range(cut.parts)] for cut in phase
@@ -214,7 +203,7 @@ class Emitter:
         for position, index in interleave_slices(reads, ends):
             self._slice(phase[position], index, strips[position][index])
 
-    def whole(self, node: Node) -> None:
+    def _emit_whole(self, node: Node) -> None:
         """Emit a node unsplit, on whole tensors."""
         inputs = tuple(
             found

@@ -6,6 +6,7 @@ gradients are alive together, which a global norm and dynamic loss scaling requi
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -72,10 +73,78 @@ def with_updates(
         raise ValueError("the graph has no gradients; pass it to training_graph first")
     if when not in ("early", "late"):
         raise ValueError(f'updates run "early" or "late", not {when!r}')
-    draft = _Draft(graph, scaling)
+    tensors, initializers = dict(graph.tensors), dict(graph.initializers)
+    copies = copies_of_parameters(graph)
+    op, slots, hyperparameters = _kernel(optimizer)
+
+    def declared(spec: TensorSpec) -> str:
+        known = tensors.setdefault(spec.name, spec)
+        if known != spec:
+            raise ValueError(f"updates need {spec}, but the graph has {known}")
+        return spec.name
+
+    updates: dict[str, Node] = {}
     for w, gradient in graph.gradients.items():
-        draft.update(optimizer, w, gradient, gradient_scale)
-    return draft.build("late" if scaling is not None else when)
+        spec = graph.tensors[w]
+        rate = TensorSpec(LEARNING_RATE, (), spec.dtype, Role.INPUT)
+        inputs = [w, gradient, declared(rate)]
+        if isinstance(optimizer, Adam):
+            inputs.append(declared(TensorSpec(STEP, (), "int64", Role.INPUT)))
+        state = [
+            declared(replace(spec, name=f"{w}:{slot}", role=Role.STATE))
+            for slot in slots
+        ]
+        initializers.update(dict.fromkeys(state, Constant(0.0)))
+        # Biases and the scales of normalizations have one axis, and do not decay.
+        decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
+        attrs = {**hyperparameters, "weight_decay": decay}
+        attrs["gradient_scale"] = gradient_scale
+        if graph.tensors[gradient].layout != spec.layout:
+            attrs["turned"] = True
+        if w in copies:
+            attrs["copied"] = True
+            state.append(copies[w])
+        scales: tuple[str, ...] = ()
+        if scaling is not None:
+            attrs["scaled"], scales = True, (LOSS_SCALE, COUNTS)
+        updates[w] = make_node(
+            tensors,
+            name=f"{w}:{op}",
+            op=op,
+            inputs=(*inputs, *state, *scales),
+            outputs=(),
+            attrs=MappingProxyType(attrs),
+            phase=Phase.UPDATE,
+            mutates=(w, *state),
+        )
+    if scaling is not None:
+        checks = overflow_checks(graph, graph.gradients.values())
+        last = scale_adjustment(graph, scaling)
+        nodes = (*graph.nodes, *checks, *updates.values(), last)
+    elif when == "late":
+        nodes = (*graph.nodes, *updates.values())
+    else:
+        nodes = with_nodes_after(graph, _earliest(graph, updates, copies))
+    return replace(
+        graph,
+        tensors=MappingProxyType(tensors),
+        nodes=nodes,
+        initializers=MappingProxyType(initializers),
+    )
+
+
+def _earliest(
+    graph: Graph, updates: Mapping[str, Node], copies: Mapping[str, str]
+) -> Mapping[int, list[Node]]:
+    """Return updates by the last use of the parameter, its copy, and its gradient."""
+    storages = graph.storages
+    read = {storages[t]: i for i, node in enumerate(graph.nodes) for t in node.inputs}
+    known = finished(graph, graph.gradients.values())
+    at: dict[int, list[Node]] = {}
+    for w, node in updates.items():
+        done = [read.get(storages[t], -1) for t in (w, copies.get(w, w))]
+        at.setdefault(max(*done, known[graph.gradients[w]]), []).append(node)
+    return at
 
 
 def updates_last(graph: Graph) -> Graph:
@@ -100,94 +169,6 @@ def _kernel(optimizer: Optimizer) -> tuple[str, tuple[str, ...], dict[str, Any]]
             return "adagrad", ("square",), {"eps": eps}
         case RmsProp(_, alpha, eps):
             return "rmsprop", ("square",), {"alpha": alpha, "eps": eps}
-
-
-class _Draft:
-    """A graph being extended by updates."""
-
-    def __init__(self, graph: Graph, scaling: DynamicLossScale | None) -> None:
-        self._graph = graph
-        self._scaling = scaling
-        self._tensors = dict(graph.tensors)
-        self._initializers = dict(graph.initializers)
-        self._copies = copies_of_parameters(graph)
-        self._updates: list[tuple[str, str, Node]] = []
-
-    def update(
-        self, optimizer: Optimizer, w: str, gradient: str, gradient_scale: float
-    ) -> None:
-        """Add the update of a parameter."""
-        op, slots, attrs = _kernel(optimizer)
-        spec = self._graph.tensors[w]
-        inputs = [w, gradient, self._input(LEARNING_RATE, spec.dtype)]
-        if isinstance(optimizer, Adam):
-            inputs.append(self._input(STEP, "int64"))
-        state = tuple(self._state(w, slot) for slot in slots)
-        # Biases and the scales of normalizations have one axis, and do not decay.
-        decay = optimizer.weight_decay if len(spec.shape) > 1 else 0.0
-        attrs |= {"weight_decay": decay, "gradient_scale": gradient_scale}
-        copies: tuple[str, ...] = ()
-        if self._graph.tensors[gradient].layout != spec.layout:
-            attrs["turned"] = True
-        if w in self._copies:
-            attrs["copied"], copies = True, (self._copies[w],)
-        scales: tuple[str, ...] = ()
-        if self._scaling is not None:
-            attrs["scaled"], scales = True, (LOSS_SCALE, COUNTS)
-        node = make_node(
-            self._tensors,
-            name=f"{w}:{op}",
-            op=op,
-            inputs=(*inputs, *state, *copies, *scales),
-            outputs=(),
-            attrs=MappingProxyType(attrs),
-            phase=Phase.UPDATE,
-            mutates=(w, *state, *copies),
-        )
-        self._updates.append((w, gradient, node))
-
-    def build(self, when: When) -> Graph:
-        """Return the graph with its updates."""
-        return replace(
-            self._graph,
-            tensors=MappingProxyType(self._tensors),
-            nodes=self._early() if when == "early" else self._late(),
-            initializers=MappingProxyType(self._initializers),
-        )
-
-    def _late(self) -> tuple[Node, ...]:
-        updates = tuple(node for _, _, node in self._updates)
-        if self._scaling is None:
-            return (*self._graph.nodes, *updates)
-        checks = overflow_checks(self._graph, (g for _, g, _ in self._updates))
-        last = scale_adjustment(self._graph, self._scaling)
-        return (*self._graph.nodes, *checks, *updates, last)
-
-    def _early(self) -> tuple[Node, ...]:
-        storages, nodes = self._graph.storages, self._graph.nodes
-        read = {storages[t]: i for i, node in enumerate(nodes) for t in node.inputs}
-        known = finished(self._graph, [gradient for _, gradient, _ in self._updates])
-        at: dict[int, list[Node]] = {}
-        for w, gradient, node in self._updates:
-            done = [read.get(storages[t], -1) for t in (w, self._copies.get(w, w))]
-            done.append(known[gradient])
-            at.setdefault(max(done), []).append(node)
-        return with_nodes_after(self._graph, at)
-
-    def _state(self, w: str, slot: str) -> str:
-        spec = replace(self._graph.tensors[w], name=f"{w}:{slot}", role=Role.STATE)
-        self._declare(spec)
-        self._initializers[spec.name] = Constant(0.0)
-        return spec.name
-
-    def _input(self, name: str, dtype: str) -> str:
-        self._declare(TensorSpec(name, (), dtype, Role.INPUT))
-        return name
-
-    def _declare(self, spec: TensorSpec) -> None:
-        known = self._tensors.setdefault(spec.name, spec)
-        if known != spec:
-            raise ValueError(f"updates need {spec}, but the graph has {known}")
 
 
 # Gradient accumulation: one update from the summed gradients of several mini-batches.

@@ -28,7 +28,6 @@ from mucudnn.passes.scheduling.step_plan import StepPlan, step_ms
 _TOLERATED = 0.005
 """Relative slowdown of a placement at which the search stops."""
 
-
 _LINK_SHARES = (0.5, 1.0, 0.25)
 """Assumed shares of the link rate when intervals are trimmed to the time of their
 copies: a lower rate leaves longer intervals, which hide copies better and are harder to
@@ -136,9 +135,14 @@ class _Arena:
         return grow_workspaces(placed, self._nbytes) if self._grows else placed
 
     def _intervals(self, places: Sequence[Place]) -> list[ResidencyInterval]:
-        count = len(self._nodes)
-        pairs = zip(self._wanted, self.shrinkables, places, strict=False)
-        return [_shortened_to(*pair, count) for pair in pairs]
+        """Return the intervals, shortened to their places."""
+        count, found = len(self._nodes), list[ResidencyInterval]()
+        for interval, place in zip(self._wanted, places, strict=False):
+            whole = self.shrinkables[len(found)]
+            stop = interval.stop if place.stop == whole.stop else place.stop
+            short = interval._replace(start=place.start, stop=stop)
+            found.append(shifted(short, -count) if place.start >= count else short)
+        return found
 
     def _grown_plans(self, places: Sequence[Place]) -> dict[str, ConvPlan]:
         """Return the convolution plans that `grow_workspaces` would choose."""
@@ -170,15 +174,6 @@ def _shrinkable(interval: ResidencyInterval, count: int) -> Shrinkable:
         min(end, interval.last) if interval.copied_out else end,
         end,
     )
-
-
-def _shortened_to(
-    interval: ResidencyInterval, whole: Shrinkable, place: Place, count: int
-) -> ResidencyInterval:
-    """Shorten a residency interval to its place."""
-    stop = interval.stop if place.stop == whole.stop else place.stop
-    shortened = interval._replace(start=place.start, stop=stop)
-    return shifted(shortened, -count) if place.start >= count else shortened
 
 
 def _layout(

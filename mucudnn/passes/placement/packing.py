@@ -207,63 +207,21 @@ def on_top(
 ) -> list[int]:
     """Place each block above all placed blocks that are alive at the same time.
 
-    Gaps below are lost, but a segment tree makes a block cost only logarithmic time.
+    Gaps below are lost, but no blocks are compared with each other.
     """
     moments = sorted({b.first for b in blocks} | {b.last for b in blocks})
     index = {moment: i for i, moment in enumerate(moments)}
-    heights = _Heights(len(moments))
+    heights = [0] * len(moments)
     offsets = [fixed.get(i, 0) for i in range(len(blocks))]
     for i in (*fixed, *order):
-        first, last = index[blocks[i].first], index[blocks[i].last]
-        if i not in fixed:
-            offsets[i] = heights.highest(first, last)
-        heights.raise_to(first, last, offsets[i] + blocks[i].nbytes)
+        life = slice(index[blocks[i].first], index[blocks[i].last] + 1)
+        below, nbytes = heights[life], blocks[i].nbytes
+        if i in fixed:
+            heights[life] = [max(height, fixed[i] + nbytes) for height in below]
+        else:
+            offsets[i] = max(below)
+            heights[life] = [offsets[i] + nbytes] * len(below)
     return offsets
-
-
-class _Heights:
-    """Segment tree of heights over time, with range maximum and range raise.
-
-    A node's mark applies to all moments below the node and is not pushed down; its peak
-    is the maximum of the subtree.
-    """
-
-    def __init__(self, moments: int) -> None:
-        self._size = max(1, moments)
-        self._mark = [0] * (2 * self._size)
-        self._peak = [0] * (2 * self._size)
-
-    def _cover(self, first: int, last: int) -> list[int]:
-        low, high = first + self._size, last + self._size + 1
-        nodes = []
-        while low < high:
-            if low & 1:
-                nodes.append(low)
-                low += 1
-            if high & 1:
-                high -= 1
-                nodes.append(high)
-            low >>= 1
-            high >>= 1
-        return nodes
-
-    def highest(self, first: int, last: int) -> int:
-        """Return the largest height in a range of moments."""
-        found = 0
-        for node in self._cover(first, last):
-            found = max(found, self._peak[node])
-            while node > 1:
-                node >>= 1
-                found = max(found, self._mark[node])
-        return found
-
-    def raise_to(self, first: int, last: int, height: int) -> None:
-        """Raise every height in a range of moments to at least `height`."""
-        for node in self._cover(first, last):
-            self._mark[node] = max(self._mark[node], height)
-            while node >= 1:
-                self._peak[node] = max(self._peak[node], height)
-                node >>= 1
 
 
 def in_gaps(
@@ -277,24 +235,16 @@ def in_gaps(
     Blocks that would end above the limit get the offset -1.
     """
     offsets = [fixed.get(i, -1) for i in range(len(blocks))]
-    placed = sorted(
-        (offset, offset + blocks[i].nbytes, blocks[i].first, blocks[i].last)
-        for i, offset in fixed.items()
-    )
-    for i in order:
+    occupied = _Occupied(1 + max((b.last for b in blocks), default=0), len(blocks))
+    for i in (*fixed, *order):
         block = blocks[i]
-        first, last, nbytes = block.first, block.last, block.nbytes
-        # `placed` is in the order of offsets: `end` is above all blocks met so far.
-        end = 0
-        for low, high, begins, ends in placed:
-            if begins <= last and first <= ends:
-                if low - end >= nbytes:
-                    break
-                if high > end:
-                    end = high
-        if end + nbytes <= limit:
-            offsets[i] = end
-            bisect.insort(placed, (end, end + nbytes, first, last))
+        life = ((block.first, block.last),)
+        if i not in fixed:
+            offset = occupied.lowest(life, block.nbytes)
+            if offset + block.nbytes > limit:
+                continue
+            offsets[i] = offset
+        occupied.take(offsets[i], block.nbytes, life)
     return offsets
 
 
@@ -351,24 +301,19 @@ _MOST_ROUNDS = 300
 _SHRINK_WORK = 25_000
 """Limit of intervals placed in all rounds of one order."""
 
-
 _BATCHES = 5
 """Number of turns in which the rounds of all orders are interleaved."""
 
-
 _HOPELESS = 3.0
 """Factor on the fewest unplaced bytes so far at which a round is abandoned."""
-
 
 _BUCKETS = 64
 
 _IN_BUCKET = 48
 """Number of intervals for each of so many buckets."""
 
-
 Positions = tuple[int, int]
 """First and last position."""
-
 
 Row = tuple[int, int, int, int]
 """Start offset, end offset, first and last position."""
@@ -416,7 +361,6 @@ _KEYS: tuple[Callable[[Shrinkable], tuple[float, ...]], ...] = (
     lambda b: (-b.nbytes, b.needed - b.last),
 )
 """Keys of the orders in which intervals are placed: by area, lifetime and size."""
-
 
 _LARGE = 5000
 """Number of intervals above which only the first of these orders is tried."""

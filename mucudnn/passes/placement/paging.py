@@ -7,10 +7,10 @@ heads and tails, are lost to fragmentation.
 """
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from mucudnn.ir.conv import ConvPlan
-from mucudnn.ir.schedule import Compute
+from mucudnn.ir.schedule import Compute, Schedule
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.placement.layout import (
     Extent,
@@ -27,23 +27,15 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 
 
 class FreeMemory:
-    """Free extents at one time."""
+    """The free memory below `end` at one time, beside taken extents in any order."""
 
-    def __init__(self, extents: Sequence[Extent], chunk_bytes: int) -> None:
-        self._free = extents
-        self._chunk = chunk_bytes
-
-    @classmethod
-    def between(
-        cls, taken: Iterable[Extent], end: int, chunk_bytes: int
-    ) -> "FreeMemory":
-        """Return the free memory below `end` beside taken extents, in any order."""
-        free, start = [], 0
+    def __init__(self, taken: Iterable[Extent], end: int, chunk_bytes: int) -> None:
+        self._free, self._chunk = list[Extent](), chunk_bytes
+        start = 0
         for low, high in (*sorted(taken), (end, end)):
             if low > start:
-                free.append(Extent(start, low))
+                self._free.append(Extent(start, low))
             start = max(start, high)
-        return cls(free, chunk_bytes)
 
     @property
     def most(self) -> int:
@@ -141,10 +133,8 @@ def _tightest(
 
 Pieces = tuple[Extent, ...]
 
-
 _WORK = 20_000_000
 """Limit of compared pairs of blocks."""
-
 
 _ROUNDS = 12
 
@@ -162,105 +152,81 @@ def place_virtually(
     chunks = plan.profile.mapping_costs
     if chunks is None:
         return None
-    end = arena_bytes // chunks.nbytes * chunks.nbytes
-    step = _Step(plan, end, chunks.nbytes, plan.profile.fronts if grows else {})
-    for places in step.attempts():
-        if (chosen := step.workspaces(places)) is None:
-            continue
-        offsets, pages = with_addresses(places, chunks.nbytes)
-        if chosen:
-            plan = plan.with_plans({**plan.plans, **chosen})
-        top = max((pieces[-1].stop for pieces in places.values()), default=0)
-        if pages is not None:
-            top = (1 + max(pages.chunks)) * chunks.nbytes
-        peak = plan.peak_bytes - plan.state_bytes
-        return PlacedStep(plan, layout_at(plan.schedule, offsets, top, peak, pages))
-    return None
+    size, fronts = chunks.nbytes, plan.profile.fronts if grows else {}
+    end = arena_bytes // size * size
+    every, fixed = step_blocks(plan.schedule)
+    pinned: dict[str, Pieces] = {
+        block.name: (Extent(at, at + block.nbytes),)
+        for block in every
+        if (at := fixed.get(block.name)) is not None
+    }
+    if any(pieces[-1].stop > end for pieces in pinned.values()):
+        return None
+    # Workspaces of convolutions that may use other plans are placed behind the others.
+    chosen_later = {workspace_name(node) for node in fronts}
+    blocks = [block for block in every if block.name not in chosen_later]
 
-
-class _Step:
-    """Blocks of a step to be placed in an arena; nodes with `fronts` choose plans."""
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        end: int,
-        chunk_bytes: int,
-        fronts: Mapping[str, Sequence[ConvPlan]],
-    ) -> None:
-        self._schedule = plan.schedule
-        self._end, self._chunk, self._fronts = end, chunk_bytes, fronts
-        blocks, fixed = step_blocks(plan.schedule)
-        chosen_later = {workspace_name(node) for node in fronts}
-        self._blocks = [block for block in blocks if block.name not in chosen_later]
-        self._fixed: dict[str, Pieces] = {
-            block.name: (Extent(at, at + block.nbytes),)
+    def free_during(first: int, last: int, places: Mapping[str, Pieces]) -> FreeMemory:
+        taken = [
+            piece
             for block in blocks
-            if (at := fixed.get(block.name)) is not None
-        }
+            if block.first <= last and first <= block.last
+            for piece in places.get(block.name, ())
+        ]
+        return FreeMemory(taken, end, size)
 
-    def attempts(self) -> Iterator[dict[str, Pieces]]:
-        """Yield placements of everything except workspaces of nodes with fronts."""
-        if any(pieces[-1].stop > self._end for pieces in self._fixed.values()):
-            return
-        names = [block.name for block in self._blocks]
-        movable = [i for i, name in enumerate(names) if name not in self._fixed]
-        longest, area, size, *in_time = placing_orders(self._blocks, movable)
-        orders = [in_time[0], area, size, longest]
-        # After the given orders, what failed moves ahead in the next one.
-        rounds = min(_ROUNDS, _WORK // (1 + len(movable) ** 2))
-        wheel = SqueakyWheel(orders[0])
-        for attempt in range(max(1, rounds)):
-            if attempt < len(orders):
-                wheel.order = orders[attempt]
-            places, failed = self._attempt(wheel.order)
-            if not failed:
-                yield places
-            wheel.judge(sum(self._blocks[i].nbytes for i in failed))
-            wheel.reorder(failed)
-
-    def workspaces(self, places: dict[str, Pieces]) -> dict[str, ConvPlan] | None:
-        """Choose plans for nodes with fronts and place their workspaces, or None."""
-        chosen = {}
-        for at, instruction in enumerate(self._schedule.instructions):
-            if not isinstance(instruction, Compute):
-                continue
-            name = instruction.node
-            if name not in self._fronts:
-                continue
-            free = self._free_during(at, at, places)
-            most = free.most
-            fits = [p for p in self._fronts[name] if rounded(p.workspace) <= most]
-            if not fits:
-                return None
-            chosen[name] = fastest_of(fits)
-            if nbytes := rounded(chosen[name].workspace):
-                found = free.find(nbytes)
-                # `find` has room for it, as the plan was chosen by the free bytes.
-                places[workspace_name(name)] = found or ()
-        return chosen
-
-    def _attempt(self, order: Sequence[int]) -> tuple[dict[str, Pieces], list[int]]:
-        """Place blocks in an order; return the places, and blocks that do not fit."""
-        places, failed = dict(self._fixed), []
-        for i in order:
-            block = self._blocks[i]
-            free = self._free_during(block.first, block.last, places)
-            pieces = free.find(block.nbytes)
+    movable = [i for i, block in enumerate(blocks) if block.name not in pinned]
+    longest, area, largest, *in_time = placing_orders(blocks, movable)
+    orders = [in_time[0], area, largest, longest]
+    rounds = min(_ROUNDS, _WORK // (1 + len(movable) ** 2))
+    wheel = SqueakyWheel(orders[0])
+    # After the given orders, what failed moves ahead in the next one.
+    for attempt in range(max(1, rounds)):
+        if attempt < len(orders):
+            wheel.order = orders[attempt]
+        places, failed = dict(pinned), list[int]()
+        for i in wheel.order:
+            block = blocks[i]
+            pieces = free_during(block.first, block.last, places).find(block.nbytes)
             if pieces is None:
                 failed.append(i)
             else:
                 places[block.name] = pieces
-        return places, failed
+        chosen = None
+        if not failed:
+            chosen = _place_workspaces(plan.schedule, fronts, places, free_during)
+        if chosen is not None:
+            offsets, pages = with_addresses(places, size)
+            if chosen:
+                plan = plan.with_plans({**plan.plans, **chosen})
+            top = max((pieces[-1].stop for pieces in places.values()), default=0)
+            if pages is not None:
+                top = (1 + max(pages.chunks)) * size
+            peak = plan.peak_bytes - plan.state_bytes
+            return PlacedStep(plan, layout_at(plan.schedule, offsets, top, peak, pages))
+        wheel.judge(sum(blocks[i].nbytes for i in failed))
+        wheel.reorder(failed)
+    return None
 
-    def _free_during(
-        self, first: int, last: int, places: Mapping[str, Pieces]
-    ) -> FreeMemory:
-        """Return the memory that is free during a whole time range."""
-        taken = [
-            piece
-            for block in self._blocks
-            if block.first <= last and first <= block.last
-            for piece in places.get(block.name, ())
-        ]
-        return FreeMemory.between(taken, self._end, self._chunk)
+
+def _place_workspaces(
+    schedule: Schedule,
+    fronts: Mapping[str, Sequence[ConvPlan]],
+    places: dict[str, Pieces],
+    free_during: Callable[[int, int, Mapping[str, Pieces]], FreeMemory],
+) -> dict[str, ConvPlan] | None:
+    """Choose plans for nodes with fronts and place their workspaces, or None."""
+    chosen = {}
+    for at, instruction in enumerate(schedule.instructions):
+        if not isinstance(instruction, Compute) or instruction.node not in fronts:
+            continue
+        name, free = instruction.node, free_during(at, at, places)
+        most = free.most
+        fits = [p for p in fronts[name] if rounded(p.workspace) <= most]
+        if not fits:
+            return None
+        chosen[name] = fastest_of(fits)
+        if nbytes := rounded(chosen[name].workspace):
+            # `find` has room for it, as the plan was chosen by the free bytes.
+            places[workspace_name(name)] = free.find(nbytes) or ()
+    return chosen

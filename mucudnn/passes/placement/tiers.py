@@ -7,7 +7,6 @@ for the fastest.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import MemoryTier, TierPlacement
@@ -45,71 +44,55 @@ def place_state(schedule: Schedule, tiers: Sequence[MemoryTier]) -> TierPlacemen
     return TierPlacement(tuple(tiers), found, tuple(used))
 
 
-def fill_tiers(prediction: Prediction, state: TierPlacement) -> TierPlacement:
-    """Place all storages a step offloads, comparing placements by simulation.
+Simulated = tuple[Prediction, Mapping[str, tuple[int, int]]]
+"""A step with its storages in tiers, and the tier and offset of each storage."""
+
+
+def fill_tiers(prediction: Prediction, state: TierPlacement) -> Prediction:
+    """Place all storages a step offloads; return the fastest simulated placement.
 
     Raises:
         PlanningError: The tiers have too little room.
     """
-    filling = _Filling(prediction, state)
-    blocks = host_blocks(prediction.schedule)
-    by_absence = sorted(blocks, key=lambda b: b.last - b.first)
-    by_size = sorted(blocks, key=lambda b: -b.nbytes)
-    placed = [filling.placed(order) for order in (blocks, by_absence, by_size)]
-    found = (p for p in placed if p is not None)
-    best = min(found, key=lambda trial: trial.step_ms, default=None)
-    if best is None:
-        left = in_tiers(blocks, filling.room)[1]
-        raise _no_room(left, blocks, state.tiers, len(state.places))
-    return filling.spread(by_size, best).placement
+    schedule, profile, tiers = prediction.schedule, prediction.profile, state.tiers
+    pairs = zip(tiers, state.used, strict=True)
+    room = [tier.nbytes - used for tier, used in pairs]
 
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    placement: TierPlacement
-    order: Sequence[Block]
-    step_ms: float
-
-
-class _Filling:
-    """Tiers that hold the state already, and a step to simulate."""
-
-    def __init__(self, prediction: Prediction, state: TierPlacement) -> None:
-        self._prediction = prediction
-        self._state = state
-        pairs = zip(state.tiers, state.used, strict=True)
-        self.room = [tier.nbytes - used for tier, used in pairs]
-
-    def placed(
-        self, blocks: Sequence[Block], beyond: Mapping[str, int] | None = None
-    ) -> _Trial | None:
-        """Place each block in the first tier with room and simulate, or None."""
-        found, left = in_tiers(blocks, self.room, beyond)
+    def simulated(
+        order: Sequence[Block], beyond: Mapping[str, int] | None = None
+    ) -> Simulated | None:
+        """Place each block in the first tier with room, beside the state."""
+        found, left = in_tiers(order, room, beyond)
         if left:
             return None
-        state = self._state
         used, places = list(state.used), dict(state.places)
-        for block in blocks:
+        for block in order:
             tier, offset = found[block.name]
             places[block.name] = tier, state.used[tier] + offset
             used[tier] = max(used[tier], state.used[tier] + offset + block.nbytes)
-        placement = TierPlacement(state.tiers, places, tuple(used))
-        schedule, profile = self._prediction.schedule, self._prediction.profile
-        return _Trial(placement, blocks, simulate(schedule, profile, placement).step_ms)
+        placement = TierPlacement(tiers, places, tuple(used))
+        return simulate(schedule, profile, placement), places
 
-    def spread(self, blocks: Sequence[Block], best: _Trial) -> _Trial:
-        """Move storages to slower tiers while the step gets faster."""
-        beyond: dict[str, int] = {}
-        if best.step_ms <= self._prediction.compute_ms * (1 + _WORTH):
-            return best
-        for block in blocks[:_MOVES]:
-            tier = best.placement.places[block.name][0] + 1
-            if tier == len(self._state.tiers):
-                continue
-            trial = self.placed(best.order, {**beyond, block.name: tier})
-            if trial is not None and trial.step_ms < best.step_ms * (1 - _WORTH):
-                best, beyond[block.name] = trial, tier
-        return best
+    blocks = host_blocks(schedule)
+    by_absence = sorted(blocks, key=lambda b: b.last - b.first)
+    by_size = sorted(blocks, key=lambda b: -b.nbytes)
+    tried = [(order, simulated(order)) for order in (blocks, by_absence, by_size)]
+    fitting = [(order, found) for order, found in tried if found is not None]
+    if not fitting:
+        left = in_tiers(blocks, room)[1]
+        raise _no_room(left, blocks, tiers, len(state.places))
+    order, (best, places) = min(fitting, key=lambda one: one[1][0].step_ms)
+    beyond: dict[str, int] = {}
+    # Move storages to slower tiers while the step gets faster.
+    waits = best.step_ms > prediction.compute_ms * (1 + _WORTH)
+    for block in by_size[:_MOVES] if waits else ():
+        tier = places[block.name][0] + 1
+        if tier == len(tiers):
+            continue
+        moved = simulated(order, {**beyond, block.name: tier})
+        if moved is not None and moved[0].step_ms < best.step_ms * (1 - _WORTH):
+            (best, places), beyond[block.name] = moved, tier
+    return best
 
 
 def _no_room(

@@ -1,12 +1,13 @@
 """Run a step whole or in slices: the alternatives and the result of each."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mucudnn.arguments import check_integer
-from mucudnn.ir.graph import Graph, Phase
+from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.profile import Profile
 from mucudnn.passes.graph.split import split_along
 from mucudnn.passes.graph.split_axis import (
@@ -30,15 +31,12 @@ BATCH: Literal["batch"] = "batch"
 
 HEIGHT: Literal["height"] = "height"
 
-
 Split = str | int
 """How a step is split: `auto` (the fastest predicted way), `none`, a number of slices
 of the batch, `height` (tiles of the images), or `height:4` (a number of tiles)."""
 
-
 _TRIED = (2, 4, 8, 16)
 """Numbers of parts of the largest layers to try."""
-
 
 _FEW = 4
 """Samples from which on `auto` does not try tiles."""
@@ -122,7 +120,21 @@ class Cutting:
 
     def segments(self, graph: Graph) -> tuple[Segment, ...]:
         """Return runs of nodes with equally many parts, unsplit ones left out."""
-        return () if self.parts == 1 else tuple(self._segments(graph))
+        if self.parts == 1:
+            return ()
+        splittable, parts = cuttable(graph, self.axis(graph)), self.parts_of(graph)
+
+        def kind(node: Node) -> tuple[Phase, int]:
+            own = parts if isinstance(parts, int) else parts.get(node.name, 1)
+            return node.phase, own
+
+        cut = [node for node in graph.nodes if node.name in splittable]
+        runs = ((*key, list(run)) for key, run in itertools.groupby(cut, kind))
+        return tuple(
+            Segment(phase, run[0].name, run[-1].name, number, self.along)
+            for phase, number, run in runs
+            if number > 1
+        )
 
     def kept_whole(self, graph: Graph) -> str:
         """Return a message on unsplit forward operations; empty if all are split."""
@@ -139,22 +151,6 @@ class Cutting:
         operations = ", ".join(dict.fromkeys(node.op for node in unsplit))
         what = "samples" if self.along == BATCH else "rows of images"
         return f"kept whole, not computed by {what}: {operations}"
-
-    def _segments(self, graph: Graph) -> Iterator[Segment]:
-        splittable, parts = cuttable(graph, self.axis(graph)), self.parts_of(graph)
-        open_: Segment | None = None
-        for node in graph.nodes:
-            if node.name not in splittable:
-                continue
-            number = parts if isinstance(parts, int) else parts.get(node.name, 1)
-            if open_ is not None and (open_.phase, open_.parts) == (node.phase, number):
-                open_ = replace(open_, last=node.name)
-                continue
-            if open_ is not None and open_.parts > 1:
-                yield open_
-            open_ = Segment(node.phase, node.name, node.name, number, self.along)
-        if open_ is not None and open_.parts > 1:
-            yield open_
 
 
 def check_split(split: object) -> None:

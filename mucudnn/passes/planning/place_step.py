@@ -40,46 +40,36 @@ from mucudnn.passes.residency import PLANNED, VDNN_DYN
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
 from mucudnn.passes.scheduling.intervals import budget_error
 from mucudnn.passes.scheduling.step_plan import StepPlan
-from mucudnn.passes.simulate import simulate
 
 _FRAGMENTED = 0.03
 """Fragmentation above which further placements are tried."""
 
-
 _WIDER = (0.0, 0.0025, 0.01, 0.04)
 """Fragmentations to try, ascending, for the smallest arena."""
-
 
 _SEARCHES = 4
 
 _CUTS = (0.0, 0.01, 0.02, 0.04, 0.08)
 """Fractions of the budget by which a step is scheduled below it to be placed."""
 
-
 _REPLANNED = 0.04
 """Fraction of the budget by which a step that placement slows down is planned again
 below it."""
 
-
 _LOST = 0.015
 """Relative slowdown by placement from which a step is planned again."""
-
 
 _MANY = 5000
 """Residency intervals above which the first placement found is used."""
 
-
 _FAR = 0.02
 """Fraction below the budget from which the first placement found is used."""
-
 
 _UNUSED = 0.75
 """Fraction of the unused bytes that a new schedule may use in addition."""
 
-
 _HARDLY = 0.005
 """Relative slowdown accepted for less fragmentation."""
-
 
 _TOLERATED = 0.02
 """Relative slowdown by placement at which the search stops."""
@@ -372,7 +362,6 @@ def _with_minimal_workspaces(request: StepRequest, plan: StepPlan) -> StepPlan:
 
 LayoutT = TypeVar("LayoutT")
 
-
 _SLOWER = (4.0, 16.0, 64.0)
 """Factors by which links are slowed down if the tiers have too little room."""
 
@@ -480,7 +469,5 @@ def _in_tiers(
     plan: StepPlan, tiers: Sequence[MemoryTier], state: TierPlacement | None
 ) -> StepPlan:
     """Assign a plan's offloaded storages to tiers and simulate it again."""
-    prediction = plan.prediction
-    placement = fill_tiers(prediction, state or place_state(plan.schedule, tiers))
-    simulated = simulate(prediction.schedule, prediction.profile, placement)
-    return replace(plan, prediction=simulated)
+    state = state or place_state(plan.schedule, tiers)
+    return replace(plan, prediction=fill_tiers(plan.prediction, state))

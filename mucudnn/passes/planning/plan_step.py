@@ -8,7 +8,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from mucudnn.ir.fleet import ScalingRow
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.collection import gc_relaxed
 from mucudnn.passes.planning.cutting import Split, SplitStep
 from mucudnn.passes.planning.request import StepRequest, check_residency, plan_residency
@@ -64,11 +66,10 @@ def minimum_budget(request: StepRequest) -> int:
     Raises:
         PlanningError: No budget works, however large.
     """
-    nothing = request.within(0)
     try:
-        _check(nothing)
+        _check_within(request, 0)
     except PlanningError as e:
-        found = _least(e, nothing)
+        found = least_budget_above(0, e, partial(_check_within, request))
         if found is None:
             raise
         return found[0]
@@ -85,8 +86,9 @@ def plan_of_least(request: StepRequest) -> StepPlan:
     return plan_residency(request, decide(request.policy, request))
 
 
-def _check(request: StepRequest) -> None:
-    """Raise the `PlanningError` that planning would raise, without a search."""
+def _check_within(request: StepRequest, nbytes: int) -> None:
+    """Raise the `PlanningError` of planning within a budget, without a search."""
+    request = request.within(nbytes)
     if request.policy == PLANNED:
         least_memory(request)
     elif request.policy == VDNN_DYN:
@@ -95,20 +97,10 @@ def _check(request: StepRequest) -> None:
         check_residency(request, decide(request.policy, request))
 
 
-def _least(
-    error: PlanningError, request: StepRequest
-) -> tuple[int, PlanningError] | None:
-    """Return the least budget above a refused one, and the refusal below it."""
-    return least_budget_above(
-        math.floor(request.budget),
-        error,
-        lambda nbytes: _check(request.within(nbytes)),
-    )
-
-
 def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
     """Return the error with the minimum feasible budget and the shortfall."""
-    found = _least(error, request)
+    refused, attempt = math.floor(request.budget), partial(_check_within, request)
+    found = least_budget_above(refused, error, attempt)
     if found is None:
         return PlanningError(f"{error}; no budget works, however large")
     least, closest = found
@@ -117,7 +109,7 @@ def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
     if node is None:
         return PlanningError(
             f"{error}; {remedy}",
-            short_by=least - math.floor(request.budget),
+            short_by=least - refused,
             least_bytes=least,
         )
     return budget_error(node, least, request.budget, remedy)
@@ -134,7 +126,6 @@ def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
 _MOST = 1 << 62
 """Budget in bytes that counts as unlimited."""
 
-
 _PATIENCE = 8
 """Attempts that follow the refusals' reports before budgets grow faster."""
 
@@ -147,42 +138,36 @@ def least_budget_above(
     Returns:
         The budget, and the last refusal of a smaller one; None if none works.
     """
+
+    def refusal(budget: int) -> PlanningError | None:
+        try:
+            attempt(budget)
+        except PlanningError as e:
+            return copy(e)  # without a traceback, which would hold callers' locals
+        return None
+
     low, stride = refused, 1
     for asked in range(_MOST.bit_length() + _PATIENCE):
         high = error.least_bytes or 0
         if high <= low or asked >= _PATIENCE:
             high = max(high, min(low + stride, _MOST))
             stride *= 4
-        refusal = _refusal(attempt, high)
-        if refusal is None:
-            return _bisect(low, high, error, attempt)
+        if (found := refusal(high)) is None:
+            break
         if high >= _MOST:
             return None
-        low, error = high, refusal
-    return None
-
-
-def _bisect(
-    low: int, high: int, error: PlanningError, attempt: Callable[[int], object]
-) -> tuple[int, PlanningError]:
-    """Bisect for the least budget; the first guess is that nothing less works."""
+        low, error = high, found
+    else:
+        return None
+    # Bisect the range; the first guess is that nothing less works.
     middle = high - 1
     while high - low > 1:
-        refusal = _refusal(attempt, middle)
-        if refusal is None:
+        if (found := refusal(middle)) is None:
             high = middle
         else:
-            low, error = middle, refusal
+            low, error = middle, found
         middle = (low + high) // 2
     return high, error
-
-
-def _refusal(attempt: Callable[[int], object], budget: int) -> PlanningError | None:
-    try:
-        attempt(budget)
-    except PlanningError as error:
-        return copy(error)  # without a traceback, which would hold callers' locals
-    return None
 
 
 # Compare policies on one step; a policy that does not fit reports its shortfall.
@@ -208,6 +193,8 @@ class PolicyResult:
         budget: Budget in bytes.
         plan: Plan within the budget, or None.
         least_bytes: Minimum feasible budget of the policy, if it does not fit.
+        request: What was planned, if that is known.
+        placed: The plan with its layout, if it was placed.
     """
 
     policy: str
@@ -215,6 +202,8 @@ class PolicyResult:
     budget: int
     plan: StepPlan | None
     least_bytes: int | None = None
+    request: StepRequest | None = field(default=None, repr=False)
+    placed: PlacedStep | None = field(default=None, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -250,9 +239,9 @@ def try_technique(request: StepRequest) -> PolicyResult:
     try:
         plan = plan_step(request)
     except PlanningError as e:
-        scheduler = name_of(request.timing)
-        return PolicyResult(policy, scheduler, budget, None, e.least_bytes)
-    return PolicyResult(policy, plan.scheduler, budget, plan)
+        timing = name_of(request.timing)
+        return PolicyResult(policy, timing, budget, None, e.least_bytes, request)
+    return PolicyResult(policy, plan.scheduler, budget, plan, request=request)
 
 
 def best_technique(techniques: Iterable[PolicyResult]) -> PolicyResult | None:

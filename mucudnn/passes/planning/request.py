@@ -6,12 +6,10 @@ Without a budget, the budget is infinity.
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mucudnn.arguments import check_choice, check_number, check_type
-from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
@@ -62,7 +60,6 @@ from mucudnn.passes.simulate import simulate
 _Ranked = dict[int, tuple[Sequence[ConvPlan], object]]
 """Plans of each front by id, the fastest first, and the front, which keeps its id."""
 
-
 _LEAVING = (Residency.OFFLOAD, Residency.PAGE)
 
 
@@ -81,7 +78,6 @@ class _Known:
         self.unsplit: dict[str, ResidencyInterval] = {}
         self.moveable: Sequence[Use] | None = None
         self.convolutions: list[tuple[int, str, Sequence[ConvPlan]]] | None = None
-        self.scheduled: dict[object, UnsimulatedPlan | PlanningError] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,8 +377,6 @@ class Rewriter:
         self._small = _small_bytes(graph)
         self._ranked: _Ranked = {}
         self.candidates: Sequence[Candidate] | None = None
-        self._last: tuple[object, Rewritten] | None = None
-        self._latest: tuple[object, _Rematerialized] | None = None
         self._needs: dict[object, tuple[int, str]] = {}
         self._known: OrderedDict[frozenset[tuple[str, Residency]], _Rematerialized] = (
             OrderedDict()
@@ -398,15 +392,10 @@ class Rewriter:
             hosted: Exactly those parameters and state that are host-resident; None to
                 let residencies decide.
         """
-        key = dict(residency), hosted
-        if self._last is not None and self._last[0] == key:
-            return self._last[1]
         ready = self._rematerialized(residency).rewritten
         swaps = _swaps(ready, residency, hosted, self._small)
         away = (hosted or frozenset()) - ready.graph.immovable
-        found = replace(ready, swaps=swaps, away=away)
-        self._last = key, found
-        return found
+        return replace(ready, swaps=swaps, away=away)
 
     def overlapped(
         self,
@@ -471,9 +460,6 @@ class Rewriter:
         return self._own_ms + self._rematerialized(residency).copies_ms
 
     def _rematerialized(self, residency: Mapping[str, Residency]) -> "_Rematerialized":
-        # A trial asks for its compute time first, and then for the rewritten step.
-        if self._latest is not None and self._latest[0] == residency:
-            return self._latest[1]
         again = frozenset(
             (name, choice)
             for name, choice in residency.items()
@@ -489,7 +475,6 @@ class Rewriter:
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(again)
-        self._latest = dict(residency), self._known[again]
         return self._known[again]
 
     @cached_property
@@ -532,8 +517,7 @@ class _Rematerialized:
             touched = self._touches.with_nodes(
                 self.graph, changes.copies, changes.rebound
             )
-        known = self._touches.uses
-        final, uses = in_place_with_uses(self.graph, touched, known)
+        final, uses = in_place_with_uses(self.graph, touched)
         return Rewritten(
             graph=final,
             profile=profile_of(final, self._profile),
@@ -672,33 +656,10 @@ def schedule_residency(
 ) -> UnsimulatedPlan:
     """Decide copies and convolution plans of a step with given residencies.
 
-    Different residencies often have the same recomputation and the same gaps, and
-    those of one start are scheduled several times; a result is shared by all of them.
-
     Raises:
         PlanningError: The step cannot fit; has the shortfall and the node.
     """
     ready = request.rewritten(residency)
-    named = isinstance(request.timing, str)
-    if request.convolutions == "fixed" or ready.profile.network_ms or not named:
-        return _schedule(request, residency, ready)
-    left = tuple([(name, id(gaps)) for name, gaps in ready.swaps.items()])
-    key = request.timing, request.budget, request.convolutions, ready.away, left
-    known = ready.known.scheduled
-    if key not in known:
-        try:
-            known[key] = _schedule(request, residency, ready)
-        except PlanningError as error:
-            known[key] = error.with_traceback(None)
-    found = known[key]
-    if isinstance(found, PlanningError):
-        raise copy(found)
-    return replace(found, request=request, residency=residency)
-
-
-def _schedule(
-    request: StepRequest, residency: Mapping[str, Residency], ready: Rewritten
-) -> UnsimulatedPlan:
     chosen = ready.first_plans(request.convolutions, request.plans)
     if ready.profile.network_ms:
         ready = request._rewriter.overlapped(request, residency, chosen)

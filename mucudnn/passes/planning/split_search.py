@@ -4,7 +4,6 @@ A planning trial of a step in k slices takes k times as long as one of the whole
 so the whole step is planned first, and its residencies are carried over.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,15 +51,12 @@ _HARDLY_SLOWER = 1.01
 """Factor on the fastest candidate within which slices are improved. Their start has all
 that is known of the others, so that first improvements are small."""
 
-
 _ENOUGH = 1.15
 """Factor on the minimum feasible budget of the whole step, for a plan to start slices
 from where the whole step does not fit."""
 
-
 _HARDLY = 1.01
 """Slowdown over the step without a budget up to which nothing else is tried."""
-
 
 _MOST_NODES = 20_000
 """Limit of nodes of all candidates, beyond which none is added to one that fits."""
@@ -75,105 +71,82 @@ def too_deep(tried: Sequence[SplitCandidate]) -> bool:
     return bool(nodes) and sum(nodes) + nodes[-1] > _MOST_NODES
 
 
-class CandidateSearch:
-    """Split candidates of a step; the whole one is planned as it is without others."""
+Tried = dict[Cutting, SplitCandidate]
+"""Split candidates of a step, in the order of planning."""
 
-    def __init__(self, step: SplitStep) -> None:
-        self._step = step
-        self._tried: dict[Cutting, SplitCandidate] = {}
-        self._searches: dict[Cutting, SliceSearch] = {}
+Searches = dict[Cutting, "SliceSearch"]
+"""Searches of the candidates in slices that have a plan."""
 
-    @property
-    def tried(self) -> list[SplitCandidate]:
-        """All candidates, in the order of planning."""
-        return list(self._tried.values())
 
-    def can_skip(self, cutting: Cutting) -> bool:
-        """Return whether a cutting is unlikely to be faster than all before.
+def _can_skip(cutting: Cutting, tried: Tried, searches: Searches) -> bool:
+    """Return whether a cutting is unlikely to be faster than all before.
 
-        None can be much faster than the whole step without a budget. If more parts
-        were slower than fewer, still more are slower still. For very deep networks the
-        first candidate that fits is used.
-        """
-        tried = self.tried
-        if not tried:
-            return False
-        if math.isfinite(self._fastest) and too_deep(tried):
-            return True
-        alike = [c for w, c in self._tried.items() if cutting.like(w) and w.parts > 1]
-        planned = [w for w in self._searches if cutting.like(w)]
-        slower = len(planned) > 1 and alike[-1].step_ms > self._fastest
-        bound = tried[0].unbounded_ms  # infinite if it could not be measured
-        return slower or (math.isfinite(bound) and self._fastest <= _HARDLY * bound)
+    None can be much faster than the whole step without a budget. If more parts were
+    slower than fewer, still more are slower still. For very deep networks the first
+    candidate that fits is used.
+    """
+    if not tried:
+        return False
+    first, *_ = tried.values()
+    fastest = _fastest_ms(tried)
+    if math.isfinite(fastest) and too_deep([*tried.values()]):
+        return True
+    alike = [c for w, c in tried.items() if cutting.like(w) and w.parts > 1]
+    planned = [w for w in searches if cutting.like(w)]
+    slower = len(planned) > 1 and alike[-1].step_ms > fastest
+    bound = first.unbounded_ms  # infinite if it could not be measured
+    return slower or (math.isfinite(bound) and fastest <= _HARDLY * bound)
 
-    @property
-    def _fastest(self) -> float:
-        return min((c.step_ms for c in self._tried.values()), default=math.inf)
 
-    def add(self, cutting: Cutting) -> None:
-        """Add a candidate, with a plan unless it is known to be slower."""
-        step = self._step
-        graph = step.in_parts(cutting)
-        profile = step.costs(graph)
-        if profile is None:
-            self._tried[cutting] = SplitCandidate(cutting, None, None)
-            return
-        request = step.request(graph, profile)
-        free = unbounded(graph, profile)
-        wanted = free.prediction.step_ms
-        segments = cutting.segments(step.graph)
-        # Of a candidate that is slower however planned, its bytes do not matter.
-        least = minimum_budget(request) if wanted < self._fastest else None
-        kept = cutting.kept_whole(step.graph)
-        found = SplitCandidate(cutting, request, None, wanted, least, segments, kept)
-        if least is not None and least <= request.budget:
-            roomy = free.peak_bytes <= request.budget
-            found = replace(found, plan=self._planned(cutting, request, roomy=roomy))
-        self._tried[cutting] = found
+def _fastest_ms(tried: Tried) -> float:
+    return min((c.step_ms for c in tried.values()), default=math.inf)
 
-    def _planned(
-        self, cutting: Cutting, request: StepRequest, *, roomy: bool
-    ) -> StepPlan:
-        """Make a first plan; that of slices starts from known residencies."""
-        if roomy or request.policy != PLANNED:
-            return plan_step(request)
-        if cutting.parts == 1:
-            return search(request)
-        slices = self._searches[cutting] = SliceSearch(request)
-        known = self._known_residencies()
-        if known is not None:
-            slices.begin(known)
-        if slices.plan is None:
-            slices.offer(search(request, thorough=False))
-        if (
-            slices.plan is None
-            or slices.plan.prediction.step_ms < _HARDLY_SLOWER * self._fastest
-        ):
-            slices.improve()
-        return slices.plan or plan_step(request)
 
-    def _known_residencies(self) -> Mapping[str, Residency] | None:
-        """Return residencies of the best plan, or of the whole step in more memory."""
-        others = [c for c in self._tried.values() if c.plan is not None]
-        best = min(others, key=lambda c: c.step_ms, default=None)
-        if best is not None and best.plan is not None:
-            return best.plan.residency
-        whole = self._tried.get(Cutting(1))
-        if whole is None or whole.request is None or whole.least_bytes is None:
-            return None
-        enough = whole.request.within(int(_ENOUGH * whole.least_bytes))
-        return search(enough, thorough=False).residency
+def _candidate(
+    step: SplitStep, cutting: Cutting, tried: Tried, searches: Searches
+) -> SplitCandidate:
+    """Return a candidate, with a plan unless it is known to be slower."""
+    graph = step.in_parts(cutting)
+    profile = step.costs(graph)
+    if profile is None:
+        return SplitCandidate(cutting, None, None)
+    request = step.request(graph, profile)
+    free = unbounded(graph, profile)
+    wanted = free.prediction.step_ms
+    segments = cutting.segments(step.graph)
+    # Of a candidate that is slower however planned, its bytes do not matter.
+    least = minimum_budget(request) if wanted < _fastest_ms(tried) else None
+    kept = cutting.kept_whole(step.graph)
+    found = SplitCandidate(cutting, request, None, wanted, least, segments, kept)
+    if least is None or least > request.budget:
+        return found
+    # Plan it; slices start from known residencies.
+    if free.peak_bytes <= request.budget or request.policy != PLANNED:
+        return replace(found, plan=plan_step(request))
+    if cutting.parts == 1:
+        return replace(found, plan=search(request))
+    slices = searches[cutting] = SliceSearch(request)
+    if (known := _known_residencies(tried)) is not None:
+        slices.begin(known)
+    if slices.plan is None:
+        slices.offer(search(request, thorough=False))
+    near = _HARDLY_SLOWER * _fastest_ms(tried)
+    if slices.plan is None or slices.plan.prediction.step_ms < near:
+        slices.improve()
+    return replace(found, plan=slices.plan or plan_step(request))
 
-    def finish(self) -> None:
-        """Improve the fastest candidate."""
-        best = min(self.tried, key=lambda c: c.step_ms)
-        if best.cutting in self._searches:
-            self._improve(best.cutting)
 
-    def _improve(self, cutting: Cutting) -> None:
-        slices = self._searches[cutting]
-        if slices.finish():
-            self._tried[cutting] = replace(self._tried[cutting], plan=slices.plan)
+def _known_residencies(tried: Tried) -> Mapping[str, Residency] | None:
+    """Return residencies of the best plan, or of the whole step in more memory."""
+    others = [c for c in tried.values() if c.plan is not None]
+    best = min(others, key=lambda c: c.step_ms, default=None)
+    if best is not None and best.plan is not None:
+        return best.plan.residency
+    whole = tried.get(Cutting(1))
+    if whole is None or whole.request is None or whole.least_bytes is None:
+        return None
+    enough = whole.request.within(int(_ENOUGH * whole.least_bytes))
+    return search(enough, thorough=False).residency
 
 
 # Choose whether a step runs whole or split, by the predicted time.
@@ -298,13 +271,17 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> SplitDecision:
         ValueError: The split is invalid.
     """
     check_split(split)
-    ways = list(cuttings(step.graph, split))
-    found = CandidateSearch(step)
-    for cutting in ways:
-        if not found.can_skip(cutting):
-            found.add(cutting)
-    found.finish()
-    tried = found.tried
+    by_cutting: Tried = {}
+    searches: Searches = {}
+    for cutting in list(cuttings(step.graph, split)):
+        if not _can_skip(cutting, by_cutting, searches):
+            by_cutting[cutting] = _candidate(step, cutting, by_cutting, searches)
+    # Improve the fastest candidate.
+    best = min(by_cutting.values(), key=lambda c: c.step_ms)
+    slices = searches.get(best.cutting)
+    if slices is not None and slices.finish():
+        by_cutting[best.cutting] = replace(best, plan=slices.plan)
+    tried = [*by_cutting.values()]
     chosen = min(tried, key=lambda c: c.step_ms)
     if chosen.plan is None:
         raise _refusal(tried)
@@ -338,30 +315,23 @@ def _refusal(tried: Sequence[SplitCandidate]) -> PlanningError:
 
 Residencies = Mapping[str, Residency]
 
-
 _WORK = 120_000
 """Limit of nodes scheduled by the trials of one round."""
-
 
 _LEAST_TRIALS = 40
 """Trials of a round that are allowed beyond that limit."""
 
-
 _MOST_WORK = 210_000
 """Hard limit of nodes scheduled by the trials of one round."""
-
 
 _AS_FAST = 1.05
 """Factor on the best time within which another scheduler's plan is improved."""
 
-
 _MUCH = 0.15
 """Fraction of the step in stalls from which less is copied in the final changes."""
 
-
 _ALIKE = 24
 """Number of groups of equivalent tensors changed together in the final changes."""
-
 
 _TIGHTER = (
     (Residency.KEEP, Residency.OFFLOAD),
@@ -370,7 +340,6 @@ _TIGHTER = (
     (Residency.OFFLOAD, Residency.KEEP),
 )
 """Replacements of one residency by another everywhere, tried one after another."""
-
 
 _TIGHTEST = tuple(
     {
@@ -403,40 +372,31 @@ class SliceSearch:
         """The best plan so far, or None."""
         return self._best.plan if self._best.found else None
 
-    @property
-    def step_ms(self) -> float:
-        """Time of the best plan; infinity without one."""
-        return self._best.step_ms
-
     def begin(self, known: Residencies) -> None:
         """Try known residencies of another split, unchanged and for less memory."""
         others = {EVERYTHING: Residency.PAGE}
         if PERSISTENTS in known:
             others[PERSISTENTS] = known[PERSISTENTS]
         start = others | carried_over(known, self._candidates)
-        self._try([start])
+        self._try(start)
         if not self._best.found:
             for choices in _TIGHTEST:
-                self._try(
-                    [
-                        {**start, PERSISTENTS: Residency.PAGE}
-                        | _with_replaced(start, choices)
-                    ]
-                )
+                paged = {**start, PERSISTENTS: Residency.PAGE}
+                self._try(paged | _with_replaced(start, choices))
         for old, new in _TIGHTER:
             best = {**self._best.residency}
-            self._try([best | _with_replaced(best, {old: new})])
+            self._try(best | _with_replaced(best, {old: new}))
 
     def offer(self, plan: StepPlan) -> None:
         """Offer a plan of the same step as a start."""
         self._best.offer(plan)
-        self._try([plan.residency])
+        self._try(plan.residency)
 
     def improve(self) -> bool:
         """Run a round of changes; return whether any of them helped."""
         before = self._best.step_ms
         for climb in sorted(self._climbs, key=lambda climb: climb.step_ms):
-            if climb.state.found and climb.step_ms <= _AS_FAST * self.step_ms:
+            if climb.state.found and climb.step_ms <= _AS_FAST * self._best.step_ms:
                 climb.run(self._trials)
                 self._best.take_over(climb.state)
         return self._best.step_ms < before
@@ -455,8 +415,8 @@ class SliceSearch:
             return self._best.step_ms < before
         return self.improve()
 
-    def _try(self, starts: Sequence[Residencies]) -> None:
-        for start, climb in itertools.product(starts, self._climbs):
+    def _try(self, start: Residencies) -> None:
+        for climb in self._climbs:
             if climb.state.consider(start):
                 self._best.take_over(climb.state)
 

@@ -60,7 +60,6 @@ _CHECKPOINT_CHOICES = (*RECOMPUTED_BACKWARD, Residency.OFFLOAD)
 _STRIDES = (1, 2)
 """Every how many block ends one is not recomputed."""
 
-
 _CHOICES = (
     Residency.RECOMPUTE_EACH,
     Residency.RECOMPUTE,
@@ -68,7 +67,6 @@ _CHOICES = (
     Residency.KEEP,
     Residency.PAGE,
 )
-
 
 _LESS = (
     Residency.RECOMPUTE_EACH,
@@ -173,7 +171,6 @@ _OF_GROUPS = {
     PERSISTENTS: (Residency.KEEP, Residency.OFFLOAD, Residency.PAGE),
 }
 """Residencies of groups of tensors that cannot be recomputed."""
-
 
 _WINNING = (
     Residency.RECOMPUTE,

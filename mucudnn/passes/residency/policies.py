@@ -29,11 +29,9 @@ from mucudnn.passes.registry import ALL, Strategies, name_of
 EVERYTHING = "*"
 """Key for all storages made by a step that a policy does not name."""
 
-
 PERSISTENTS = "*persistent"
 """Key for all parameters and state that a policy does not name, except `SMALL` ones,
 whose copies would be many and free next to nothing."""
-
 
 SMALL = 64 << 10
 """Size in bytes; in a small model, 1/1024 of all parameters and state."""
@@ -386,10 +384,8 @@ def _checkpointed(
 PLANNED = "planned"
 """Policy that searches, starting from all other policies."""
 
-
 VDNN_DYN = "vdnn_dyn"
 """Policy that uses the first of vDNN's configurations that fits."""
-
 
 POLICIES: Strategies[ResidencyPolicy] = Strategies(
     "residency policy",
