@@ -363,7 +363,7 @@ def timed_within(
     otherwise: str,
     work: Callable[[ColdBench], T],
 ) -> T | None:
-    """Run `work` on a bench with a pool of `nbytes`; None if there is no room.
+    """Run `work` on a bench with `nbytes`; None if there is no room.
 
     More than `memory` bytes are not tried. If the device has no room, `otherwise` is
     logged.
