@@ -37,50 +37,6 @@ from mucudnn.torch.interrupts import DeferredInterrupt
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
 from mucudnn.torch.source_lines import storage_of
 
-
-def is_outside_allocator(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory is not of PyTorch's allocator."""
-    return not tensor.untyped_storage().resizable()
-
-
-@dataclass(frozen=True)
-class HostResidents:
-    """The inputs of a program that are host-resident.
-
-    Attributes:
-        inputs: Position of each of them, and its storage.
-        memory: Allocates host memory for a storage, given its name and bytes.
-    """
-
-    inputs: tuple[tuple[int, str], ...]
-    memory: Callable[[str, int], torch.Tensor]
-
-    def move(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Move these inputs to host memory unless they are there.
-
-        A tensor may be in PyTorch's memory again, after a checkpoint was loaded.
-
-        Raises:
-            UnsupportedError: A tensor is not on the CPU.
-            OutOfMemoryError: There is not enough memory; moved tensors stay moved.
-        """
-        shared: dict[int, tuple[str, list[torch.Tensor]]] = {}
-        for position, storage in self.inputs:
-            if not is_outside_allocator(tensor := tensors[position]):
-                shared.setdefault(storage_of(tensor), (storage, []))[1].append(tensor)
-        for storage, found in shared.values():
-            if not found[0].is_cpu:
-                raise UnsupportedError(
-                    f"a parameter or optimizer state is on {found[0].device}; these "
-                    "are offloaded only if they are on the CPU"
-                )
-            whole = bytes_of(found[0].detach())
-            host = self.memory(storage, whole.numel()).copy_(whole)
-            moved = [Layout.of(t.detach()).view_of(host) for t in found]
-            # One call in C: an interrupt between two would separate them for good.
-            list(map(setattr, found, repeat("data"), moved))
-
-
 _AFTER = {
     False: "no parameter or state was changed: the step can be run again",
     True: "the step had begun to change parameters and state: go on from a checkpoint",
@@ -165,13 +121,14 @@ class BoundStep:
     """A compiled step, and where its host-resident inputs live.
 
     Attributes:
+        hosted: Position and storage of each host-resident input.
         random: Devices whose generators it draws from; None is the CPU.
         tiers: Copies to the planned tiers, if the plan has any.
     """
 
     segment: Segment
     device: str
-    host_residents: HostResidents
+    hosted: Sequence[tuple[int, str]] = ()
     random: Sequence[torch.device | None] = ()
     tiers: TierCopies | None = None
 
@@ -185,7 +142,7 @@ class BoundStep:
             BackendError: A tier has lost its contents; says whether anything that is
                 trained was changed already.
         """
-        self.host_residents.move(given)
+        self._move_to_host(given)
         given.append(commit.begin)
         drawn = [(keep_state(device), device) for device in self.random]
         try:
@@ -202,6 +159,39 @@ class BoundStep:
                 raise BackendError(f"{e}; {_AFTER[commit.begun]}") from e
             raise
 
+    def _move_to_host(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move host-resident inputs to host memory unless they are there.
+
+        A tensor may be in PyTorch's memory again, after a checkpoint was loaded.
+
+        Raises:
+            UnsupportedError: A tensor is not on the CPU.
+            OutOfMemoryError: There is not enough memory; moved tensors stay moved.
+        """
+        shared: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        for position, storage in self.hosted:
+            if not is_outside_allocator(tensor := tensors[position]):
+                shared.setdefault(storage_of(tensor), (storage, []))[1].append(tensor)
+        for storage, found in shared.values():
+            if not found[0].is_cpu:
+                raise UnsupportedError(
+                    f"a parameter or optimizer state is on {found[0].device}; these "
+                    "are offloaded only if they are on the CPU"
+                )
+            whole = bytes_of(found[0].detach())
+            nbytes = whole.numel()
+            tiers = self.tiers
+            memory = tiers.memory(storage, nbytes) if tiers else host_bytes(nbytes)
+            host = memory.copy_(whole)
+            moved = [Layout.of(t.detach()).view_of(host) for t in found]
+            # One call in C: an interrupt between two would separate them for good.
+            list(map(setattr, found, repeat("data"), moved))
+
+
+def is_outside_allocator(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory is not of PyTorch's allocator."""
+    return not tensor.untyped_storage().resizable()
+
 
 def bind_step(
     lowered: Lowered, schedule: Schedule, tiers: TierCopies | None = None
@@ -216,14 +206,11 @@ def bind_step(
     first = {origin(node.name) for node in schedule.graph.nodes}
     random = {generator_of(lowered, n) for n in first if lowered.calls[n].random}
     hosted, storages = set(schedule.hosted), lowered.graph.storages
-    inputs = ((i, storages[t]) for i, t in enumerate(lowered.inputs) if t)
+    inputs = [(i, storages[t]) for i, t in enumerate(lowered.inputs) if t]
     return BoundStep(
         bind(lowered, schedule, copies, announced=True),
         device.type,
-        HostResidents(
-            tuple((i, name) for i, name in inputs if name in hosted),
-            (lambda storage, n: host_bytes(n)) if tiers is None else tiers.memory,
-        ),
+        [(i, storage) for i, storage in inputs if storage in hosted],
         tuple(random),
         tiers,
     )
@@ -241,19 +228,6 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Watch:
-    """A function to call whenever a forward half has run.
-
-    Attributes:
-        parameter: Position of a parameter among the tensors that it takes.
-        call: Called with the parameter, and a tensor that the half has saved.
-    """
-
-    parameter: int
-    call: Callable[[torch.Tensor, torch.Tensor], None]
-
-
-@dataclass(frozen=True)
 class Halves:
     """The two compiled halves of a program.
 
@@ -261,7 +235,6 @@ class Halves:
         forward: The part up to the last forward node.
         backward: The rest.
         kept: The values that the forward half returns for the backward half.
-        watch: Called when the forward half has run, if anything is.
     """
 
     forward: Segment
@@ -269,7 +242,15 @@ class Halves:
     kept: Sequence[CarriedValue]
     layouts: Mapping[str, Any]
     inputs: frozenset[str | None]
-    watch: Watch | None = None
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Positions of kept values that are on the device and no inputs."""
+        return tuple(
+            i
+            for i, keeps in enumerate(self.kept)
+            if keeps.tensor not in self.inputs and not keeps.host_bytes
+        )
 
 
 def bind_halves(
@@ -358,16 +339,12 @@ class Half:
         own: Positions of arguments that it may overwrite: saved for it alone.
         without: Positions of arguments that it does not take, ascending.
         filled: Positions of results that it does not have, which become None.
-        watch: Called when it has run, if there is such a function.
-        watched: Position of the result that it is called with.
     """
 
     segment: Segment
     own: tuple[int, ...] = ()
     without: tuple[int, ...] = ()
     filled: tuple[int, ...] = ()
-    watch: Watch | None = None
-    watched: int = 0
     __name__ = "planned_half"
 
     def __call__(self, *args: Any) -> Any:
@@ -383,10 +360,7 @@ class Half:
             copies = _clone_with_storages([args[i] for i in self.own])
             for i, copied in zip(self.own, copies, strict=True):
                 args[i] = copied
-        parameter = None if self.watch is None else args[self.watch.parameter]
         results = self.segment.run(args)
-        if self.watch is not None and parameter is not None:
-            self.watch.call(parameter, results[self.watched])
         for i in self.filled:
             results.insert(i, None)
         return results
