@@ -228,10 +228,9 @@ class KernelGraph:
                 for operand in candidates(line, result, self.layouts, sizes)
                 if self.tensors[operand].role is not Role.STATE
             ]
-            if not found or line.remade is None:
+            if not found:
                 continue
-            others = [v for v in line.layouts if v != result]
-            line = line.remade([result, *others])
+            line = line.with_first(result)
             key = line.into, tuple(self.layouts[v] for v in line.operands)
             if key not in self._seen:
                 integer = self._integer(line)
