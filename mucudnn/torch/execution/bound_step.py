@@ -18,7 +18,6 @@ from mucudnn.errors import BackendError, UnsupportedError, VerificationError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.schedule import Compute, Schedule, SwapOut
 from mucudnn.passes.scheduling.problem import origin
-from mucudnn.torch.capture.optimizers import UnusedState
 from mucudnn.torch.execution.copies import bytes_of, host_bytes
 from mucudnn.torch.execution.cuda_memory import live_tensors
 from mucudnn.torch.execution.devices import Copies, copies_for, device_of
@@ -53,16 +52,18 @@ class StepCommit:
     """Makes the permanent changes of one optimizer's steps all or nothing.
 
     Args:
-        optimizer: State that is created for a plan is kept once a step has used it.
+        optimizer: It has state that was created for a plan only while a step is planned
+            or run, until a step has used it.
 
     Attributes:
         begun: Whether the current step has written a permanent tensor.
-        unused: The state that no step has used yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.begun = False
-        self.unused = UnusedState(optimizer)
+        self._optimizer = optimizer
+        self._bare: dict[torch.Tensor, None] = {}  # parameters without state
+        self._made: dict[torch.Tensor, dict[str, Any]] = {}  # created and not used
         self._half_done = ""
         self._interrupt = DeferredInterrupt()
 
@@ -70,11 +71,11 @@ class StepCommit:
     def planning(self) -> Iterator[None]:
         """Withdraw the optimizer state that is created in this context."""
         try:
-            self.unused.lend()
+            self._lend_state()
             yield
             self._interrupt.begin()
         finally:
-            self.unused.withdraw()
+            self.withdraw_state()
             self._interrupt.end()
 
     @contextmanager
@@ -88,15 +89,15 @@ class StepCommit:
             raise BackendError(self._half_done)
         self.begun, note = False, ""
         try:
-            self.unused.lend()
+            self._lend_state()
             yield
-            self.unused.keep()
+            self.keep_state()
             note = "the step that was under way is complete"
         except BaseException as e:
             if not self.begun:
-                self.unused.withdraw()
+                self.withdraw_state()
                 raise
-            self.unused.keep()
+            self.keep_state()
             # A step that was found wrong afterwards is complete.
             if not isinstance(e, VerificationError):
                 self._half_done = _HALF_DONE.format(type(e).__name__)
@@ -114,6 +115,32 @@ class StepCommit:
     def reset(self) -> None:
         """Forget that a step was left half done."""
         self._half_done = ""
+
+    def note_state(self) -> None:
+        """Remember which parameters have no state, before some is created."""
+        for group in self._optimizer.param_groups:
+            found = self._optimizer.state
+            bare = (p for p in group["params"] if not found.get(p))
+            self._bare.update(dict.fromkeys(bare))
+
+    def withdraw_state(self) -> None:
+        """Remove the created state from the optimizer, and remember it."""
+        for parameter in self._bare:
+            if made := self._optimizer.state.pop(parameter, None):
+                self._made[parameter] = made
+        self._bare.clear()
+
+    def keep_state(self) -> None:
+        """Leave the created state to the optimizer for good."""
+        self._bare.clear()
+        self._made.clear()
+
+    def _lend_state(self) -> None:
+        """Give the optimizer the created state where it has none."""
+        for parameter, made in self._made.items():
+            if not self._optimizer.state.get(parameter):
+                self._bare[parameter] = None
+                self._optimizer.state[parameter] = made
 
 
 @dataclass(frozen=True)
