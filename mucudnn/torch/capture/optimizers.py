@@ -565,15 +565,11 @@ def with_dependencies(
 ) -> list[Node]:
     """Return a node behind its dependencies that have not been seen yet."""
     found: list[Node] = []
-    pending: list[Any] = [node]
+    pending = [node]
     while pending:
         top = pending[-1]
-        missing = (
-            [n for n in before[top.name] if n.name not in seen]
-            if (top.name not in seen)
-            else []
-        )
-        if missing:
+        # Of a node that has been seen, all dependencies have.
+        if missing := [n for n in before[top.name] if n.name not in seen]:
             pending += missing
             continue
         pending.pop()
