@@ -158,8 +158,8 @@ def capture_step(
     sharding = sharding or sharding_of(root)
     if sharding is not None and sharding.kind == "fsdp":
         check_optimizer(optimizer)
-
-    def trace(*, watches_calls: bool) -> CapturedStep:
+    watches_calls = False
+    while True:
         tracer = _Tracer(
             *(root, loss_fn, optimizer, parts, given, settings, sharding),
             watches_calls=watches_calls,
@@ -169,13 +169,11 @@ def capture_step(
         except UnsoundCaptureError:
             if watches_calls or not tracer.recorder.may_be_unread:
                 raise
-            return trace(watches_calls=True)
-        unread = captured.reads.transient and tracer.recorder.may_be_unread
-        if unread and not watches_calls:
-            return trace(watches_calls=True)
-        return captured
-
-    return trace(watches_calls=False)
+        else:
+            unread = captured.reads.transient and tracer.recorder.may_be_unread
+            if watches_calls or not unread:
+                return captured
+        watches_calls = True
 
 
 def _trace(
