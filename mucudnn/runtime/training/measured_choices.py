@@ -312,12 +312,8 @@ def _operands(plan: ConvPlan, bias: str) -> tuple[WorkingSet, Graph]:
 class FusionRace:
     """The predicted times of a step with and without fusion, stored as other races.
 
-    Predictions are made of measured times, and fusion affects the last bits.
-
-    Args:
-        tuner: Its cache stores the times.
-        network: Forward graph.
-        settings: Everything else that determines the step.
+    Predictions are made of measured times, and fusion affects the last bits. `settings`
+    are what determines the step beside its forward graph.
     """
 
     def __init__(
