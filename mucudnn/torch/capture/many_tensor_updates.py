@@ -154,12 +154,12 @@ def _fused(operator: Any) -> Callable[..., Any]:
         return [tensor for place in written for tensor in args[place]]
 
     fused.__qualname__ = f"fused({operator})"  # plans are stored by name
-    _IN_PLACE[fused] = len(written)
+    _IN_PLACE.add(fused)
     return fused
 
 
-_IN_PLACE: dict[Any, int] = {}
-"""Function that `_fused` has made -> how many lists of tensors it writes at most."""
+_IN_PLACE: set[Callable[..., Any]] = set()
+"""Functions that `_fused` has made."""
 
 
 # Merging of operations on single tensors.
