@@ -29,7 +29,7 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.passes.graph.precision import to_mixed_precision
 from mucudnn.passes.graph.training_step import StepRecipe, build_step
-from mucudnn.runtime.training.measured_choices import EpilogueRace
+from mucudnn.runtime.training.measured_choices import KernelRaces
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.conv_problems import conv_problem
@@ -307,7 +307,7 @@ def race(ms, problem, cache=None):
     )
     row = AlgoPerf(algo="", batch=problem.batch, time_ms=1.0, workspace=64)
     plans = {problem: ConvPlan(problem, (row,))}
-    return backend, EpilogueRace(Tuner(backend=backend, cache=cache), None, plans)
+    return backend, KernelRaces(Tuner(backend=backend, cache=cache), None, plans)
 
 
 @layouts
@@ -315,11 +315,11 @@ def race(ms, problem, cache=None):
 def test_the_faster_of_one_call_and_two_is_taken(ms, wins, layout):
     problem = layer(3, dtype="float32", layout=layout)
     backend, found = race(ms, problem)
-    assert found.times(problem, "float32") == (ms, 2)
-    assert found.offers(problem, "float32") is wins
+    assert found.epilogue_times(problem, "float32") == (ms, 2)
+    assert found.offers_epilogue(problem, "float32") is wins
     asked = len(backend.epilogues.shapes)
-    assert found.offers(problem, "float32") is wins
-    assert not found.offers(problem, "float16")
+    assert found.offers_epilogue(problem, "float32") is wins
+    assert not found.offers_epilogue(problem, "float16")
     x, w, y = (spec.shape for spec in problem.operands())
     assert backend.epilogues.shapes == [(x, w, problem.w_shape[:1], y)] * asked
     assert asked == 2
@@ -330,13 +330,13 @@ def test_what_is_not_timed_is_what_would_run_anyway():
     for epilogues, offered in ((None, False), (Nothing(), True)):
         cpu = replace(get_backend("cpu"), epilogues=epilogues)
         tuner = Tuner(backend=cpu, cache=None)
-        found = EpilogueRace(tuner, None, race(9, problem)[1].plans)
-        assert found.offers(problem, "float32") is offered
+        found = KernelRaces(tuner, None, race(9, problem)[1].plans)
+        assert found.offers_epilogue(problem, "float32") is offered
 
 
 @pytest.mark.parametrize("times", [(1.0, 2.0), (2.0, 1.0), None])
 def test_a_trainer_plans_what_has_won(times, monkeypatch):
-    monkeypatch.setattr(EpilogueRace, "times", lambda *_: times)
+    monkeypatch.setattr(KernelRaces, "epilogue_times", lambda *_: times)
     backend = replace(get_backend("cpu"), epilogues=Nothing())
     expected, _ = losses("cpu")
     found, made = losses(backend)
@@ -359,7 +359,7 @@ def test_a_trainer_plans_what_has_won(times, monkeypatch):
     ],
 )
 def test_training_on_the_device_agrees(more, apart, inside, monkeypatch):
-    monkeypatch.setattr(EpilogueRace, "times", lambda *_: None)  # by no clock
+    monkeypatch.setattr(KernelRaces, "epilogue_times", lambda *_: None)  # by no clock
     expected, _ = losses("cpu")
     _, gpu = stand_in(monkeypatch)
     gpu = replace(gpu, epilogues=CudaEpilogues(gpu.conv))

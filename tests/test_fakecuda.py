@@ -50,10 +50,8 @@ from mucudnn.torch.distributed.step_times import (  # noqa: E402
     memory_of,
 )
 from mucudnn.torch.execution import cuda_memory, program, segments  # noqa: E402
-from mucudnn.torch.execution.cuda_copies import (  # noqa: E402
-    StreamCopies,
-    StreamOffloadedStorage,
-)
+from mucudnn.torch.execution.copies import OffloadedStorage  # noqa: E402
+from mucudnn.torch.execution.cuda_copies import StreamCopies  # noqa: E402
 from mucudnn.torch.execution.cuda_memory import PROGRAM, live_tensors  # noqa: E402
 from mucudnn.torch.execution.segments import Pool, best_segments  # noqa: E402
 from mucudnn.torch.inductor import compiling  # noqa: E402
@@ -727,7 +725,7 @@ def test_a_step_that_offloads_reuses_its_events_and_memory(name, monkeypatch):
 
 
 def without_wait(monkeypatch):
-    monkeypatch.setattr(StreamOffloadedStorage, "wait", lambda stored: None)
+    monkeypatch.setattr(OffloadedStorage, "wait", lambda stored: None)
 
 
 def without_fork(monkeypatch):

@@ -16,7 +16,7 @@ from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.operations import LIBRARY, with_library
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.runtime.training.budget import MemoryBudget
-from mucudnn.runtime.training.measured_choices import LibraryRace
+from mucudnn.runtime.training.measured_choices import KernelRaces
 from mucudnn.runtime.training.trainer import Trainer
 from tests.cuda_emulator import COMPILER
 from tests.doubles import Timer
@@ -73,7 +73,7 @@ def backend_of(library):
 
 def raced(library, budget=None):
     graph = training_graph(network(4))
-    return graph, LibraryRace(tuner_of(backend_of(library)), budget)(graph)
+    return graph, KernelRaces(tuner_of(backend_of(library)), budget).with_library(graph)
 
 
 def named(graph):
@@ -96,18 +96,19 @@ def test_what_is_alike_is_timed_once():
     """Also by another trainer; what there was no room for is timed by it."""
     library, graph = Library({"avg_pool"}, 0.5), training_graph(network(4))
     backend = backend_of(library)
-    assert not named(LibraryRace(tuner_of(backend), MemoryBudget(nbytes=64))(graph))
+    small = KernelRaces(tuner_of(backend), MemoryBudget(nbytes=64))
+    assert not named(small.with_library(graph))
     assert not library.asked
-    first = LibraryRace(tuner_of(backend))(graph)
+    first = KernelRaces(tuner_of(backend)).with_library(graph)
     library.ms, count = 2.0, len(library.asked)
-    assert named(LibraryRace(tuner_of(backend))(graph)) == named(first)
+    assert named(KernelRaces(tuner_of(backend)).with_library(graph)) == named(first)
     assert named(first)
     assert len(library.asked) == count
 
 
 def test_without_a_library_a_graph_is_what_it_was():
     graph = training_graph(network(4))
-    assert LibraryRace(tuner_of())(graph) is graph
+    assert KernelRaces(tuner_of()).with_library(graph) is graph
 
 
 def test_what_refuses_as_it_is_timed_is_not_named():

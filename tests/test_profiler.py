@@ -21,7 +21,6 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.runtime.executor.arena import Pool
 from mucudnn.runtime.profiling import links
 from mucudnn.runtime.profiling.links import (
     EVICTING_BYTES,
@@ -226,20 +225,39 @@ def test_caches_are_evicted_with_what_is_left(beside, evicted):
     backend, device = observed()
     node = next(n for n in GRAPH.nodes if n.op == "max_pool")
     needed = WorkingSet.of_node(GRAPH, node)
-    pool = Pool(device, needed.pool_bytes + beside)
-    ColdBench(backend, pool, QUICK).node_ms(GRAPH, node, 0)
+    bench = ColdBench(backend, needed.pool_bytes + beside, QUICK)
+    bench.node_ms(GRAPH, node, 0)
     assert [n for n in device.uploads if n == evicted] == [evicted] * (evicted > 0)
-    assert not pool.blocks
 
 
-def test_a_pool_that_is_too_small_is_empty_after_the_error():
+def test_tensors_workspace_and_evicting_buffer_share_no_bytes():
     backend, device = observed()
     node = next(n for n in GRAPH.nodes if n.op == "max_pool")
-    pool = Pool(device, WorkingSet.of_node(GRAPH, node).pool_bytes - 512)
-    bench = ColdBench(backend, pool, QUICK)
+    needed = WorkingSet.of_node(GRAPH, node, 1000)
+    nbytes = needed.pool_bytes + 700
+    views = {}
+
+    def view(buffer, offset, spec):
+        views.setdefault(offset, spec.nbytes)
+        return Observed.view(device, buffer, offset, spec)
+
+    device.view = view
+    bench = ColdBench(backend, nbytes, QUICK)
+    bench.node_ms(GRAPH, node, 1000)
+    starts = sorted(views)
+    assert sorted(views.values()) == sorted([*(s.nbytes for s in needed.tensors), 700])
+    for start, behind in zip(starts, [*starts[1:], nbytes], strict=True):
+        assert start + views[start] <= behind
+
+
+def test_memory_that_is_too_small_is_refused_and_serves_less():
+    backend, _ = observed()
+    node = next(n for n in GRAPH.nodes if n.op == "max_pool")
+    nbytes = WorkingSet.of_node(GRAPH, node).pool_bytes - 512
+    bench = ColdBench(backend, nbytes, QUICK)
     with pytest.raises(OutOfMemoryError, match="no room for"):
         bench.node_ms(GRAPH, node, 0)
-    assert not pool.blocks
+    assert bench.link(nbytes) == (1 << 24, 1 << 24)
 
 
 def test_a_device_with_less_room_times_what_fits():
@@ -263,7 +281,7 @@ def test_a_device_with_less_room_times_what_fits():
         pass
 
 
-def test_the_link_is_measured_in_any_pool():
+def test_the_link_is_measured_in_any_memory():
     for nbytes in (1, 1000, 65 * MIB):
         with cold_bench(get_backend("null"), [0], nbytes, QUICK) as bench:
             assert bench.link() == (1 << 24, 1 << 24)

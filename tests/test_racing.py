@@ -16,11 +16,7 @@ from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.checkpoints import Checkpoints
 from mucudnn.runtime.training.history import recall_races
 from mucudnn.runtime.training.loop import fit
-from mucudnn.runtime.training.measured_choices import (
-    EpilogueRace,
-    LibraryRace,
-    raced_once,
-)
+from mucudnn.runtime.training.measured_choices import KernelRaces
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.commands import python
@@ -46,7 +42,7 @@ def later(ms, cache, graph=None, budget=None, **changed):
     vars(library).update(changed)
     tuner = tuner_of(backend_of(library), cache=cache)
     graph = graph or training_graph(network(4))
-    found = named(LibraryRace(tuner, budget)(graph))
+    found = named(KernelRaces(tuner, budget).with_library(graph))
     return found, library.asked, tuner
 
 
@@ -118,7 +114,7 @@ def test_another_library_or_device_is_raced_anew(file):
     backend = backend_of(library)
     device = backend.device
     device.fingerprint = "another card, or the same with another library"
-    assert not named(LibraryRace(tuner_of(backend, cache=file))(ours))
+    assert not named(KernelRaces(tuner_of(backend, cache=file)).with_library(ours))
     assert library.asked
     known = {race.fingerprint for race in BenchmarkCache(file).races()}
     assert len(known) == 2
@@ -137,9 +133,10 @@ def test_what_a_process_knows_goes_into_each_of_its_caches(file):
     """A later one has the file alone, and has to choose alike."""
     library, graph = Library(OPS, 0.5), training_graph(network(4))
     backend = backend_of(library)
-    first = LibraryRace(tuner_of(backend))(graph)
+    first = KernelRaces(tuner_of(backend)).with_library(graph)
     count, library.ms = len(library.asked), 2.0
-    assert named(LibraryRace(tuner_of(backend, cache=file))(graph)) == named(first)
+    again = KernelRaces(tuner_of(backend, cache=file)).with_library(graph)
+    assert named(again) == named(first)
     assert len(library.asked) == count
     assert later(2.0, file)[:2] == (named(first), [])
 
@@ -154,7 +151,8 @@ def test_what_another_process_found_meanwhile_counts(file):
         return 2.0, 1.0
 
     known, used = {}, {}
-    assert raced_once(tuner, raced, known, used, measure) == (1.0, 2.0)
+    races = KernelRaces(tuner, used=used)
+    assert races.times_of(raced, known, measure) == (1.0, 2.0)
     assert known == used
     assert set(known.values()) == {(1.0, 2.0)}
 
@@ -164,18 +162,18 @@ def test_what_another_process_found_meanwhile_counts(file):
 )
 def test_an_epilogue_is_raced_once_for_a_plan(other, file):
     problem = layer(3)
-    assert epilogue_race(0.5, problem, file)[1].offers(problem, "float32")
+    assert epilogue_race(0.5, problem, file)[1].offers_epilogue(problem, "float32")
     backend, found = epilogue_race(9, problem, file)
-    assert found.offers(problem, "float32")
+    assert found.offers_epilogue(problem, "float32")
     assert not backend.epilogues.shapes
     (kept,) = BenchmarkCache(file).races()
     assert kept.times_ms == (0.5, 2)
     (row,) = found.plans[problem].steps
     plans = {problem: ConvPlan(problem, (replace(row, **other),))}
     tuner = Tuner(backend=backend, cache=file)
-    assert not EpilogueRace(tuner, None, plans).offers(problem, "float32")
+    assert not KernelRaces(tuner, None, plans).offers_epilogue(problem, "float32")
     larger = layer(4)
-    assert not epilogue_race(9, larger, file)[1].offers(larger, "float32")
+    assert not epilogue_race(9, larger, file)[1].offers_epilogue(larger, "float32")
     assert len(BenchmarkCache(file).races()) == 3
 
 

@@ -94,7 +94,7 @@ def by_the_clock(one_thread, monkeypatch):
 
 
 def copying():
-    return any("(_copy)" in thread.name for thread in threading.enumerate())
+    return any("(copy)" in thread.name for thread in threading.enumerate())
 
 
 def test_what_a_copy_takes_from_a_call_beside_it_is_the_copys(by_the_clock):

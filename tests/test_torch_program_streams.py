@@ -113,7 +113,7 @@ def test_a_stream_that_does_not_wait_is_noticed(offloading, which):
 
 
 def test_a_program_that_does_not_wait_is_noticed(offloading, monkeypatch):
-    monkeypatch.setattr(cuda_copies.StreamOffloadedStorage, "wait", lambda stored: None)
+    monkeypatch.setattr(cuda_copies.OffloadedStorage, "wait", lambda stored: None)
     with pytest.raises(OrderingError):
         in_streams(offloading, StandIn())
 

@@ -140,7 +140,7 @@ def test_copies_are_waited_for(waited, monkeypatch):
     monkeypatch.setattr(copies, "MANY", 1)  # nothing is copied where it is asked for
     monkeypatch.setattr(copies._Job, "__call__", late)
     if not waited:  # which must be noticed
-        monkeypatch.setattr(copies.ThreadOffloadedStorage, "wait", lambda stored: None)
+        monkeypatch.setattr(copies.OffloadedStorage, "wait", lambda stored: None)
     try:
         step, _, found = planned("mlp", sgd, least)
     finally:

@@ -29,7 +29,7 @@ from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.runtime.profiling.profiler import signature
-from mucudnn.runtime.training.measured_choices import LibraryRace
+from mucudnn.runtime.training.measured_choices import KernelRaces
 from mucudnn.runtime.tuning.bound_plan import run_plan
 from mucudnn.runtime.tuning.isolation import Isolation
 from mucudnn.runtime.tuning.kernel_timer import (
@@ -155,7 +155,7 @@ def library_kernels(job: Job) -> Mapping[str, Any]:
     library = job.backend.library_kernels
     if library is None:
         return {"skipped": "no library computes what our kernels do"}
-    race = LibraryRace(Tuner(backend=job.backend, cache=None))
+    race = KernelRaces(Tuner(backend=job.backend, cache=None))
     rows: list[dict[str, Any]] = []
     seen = set()
     for name in _NETWORKS:
@@ -167,7 +167,7 @@ def library_kernels(job: Job) -> Mapping[str, Any]:
             if key in seen or not library.offers(graph, node) or job.left_s < 1:
                 continue
             seen.add(key)
-            times = race.times(graph, node)
+            times = race.library_times(graph, node, library)
             if times is not None:
                 row = {"network": name, "node": node.name, "op": node.op}
                 refused = not library.offers(graph, node)

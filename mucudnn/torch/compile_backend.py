@@ -33,7 +33,7 @@ from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.joint import BySize, Joint, has_symbols
 from mucudnn.torch.costs.measure import WrongResultsError
-from mucudnn.torch.execution.bound_step import Halves, Watch, bind_halves, runner_of
+from mucudnn.torch.execution.bound_step import Halves, bind_halves, runner_of
 from mucudnn.torch.execution.cuda_memory import watching_reserved
 from mucudnn.torch.internals import (
     aot_compiled,
@@ -371,11 +371,15 @@ class CompileBackend:
                 halves = bind_halves(
                     program.lowered, schedule, parts.count, program.copies
                 )
-            if own and self._plan is _plan_graph and math.isfinite(self._budget.budget):
+            one_layer = self._plan is _plan_graph
+            if own and halves.own and one_layer and math.isfinite(self._budget.budget):
                 saved = self._saved.setdefault(source.function, {})
-                call = functools.partial(self._watch, source.name, saved)
-                halves = replace(halves, watch=Watch(parts.position(own[0]), call))
-            if program.plan.device is not None and self._plan is _plan_graph:
+                at = parts.position(own[0]), parts.count.results + halves.own[0]
+                run = functools.partial(
+                    self._run_forward, source.name, saved, at, halves.forward.run
+                )
+                halves = replace(halves, forward=replace(halves.forward, run=run))
+            if program.plan.device is not None and one_layer:
                 report = functools.partial(_warn_if_reserved, source.name, program.plan)
                 watched = watching_reserved(program.plan.device, report)
                 forward, backward = (
@@ -396,21 +400,26 @@ class CompileBackend:
                 warnings.warn(message, stacklevel=2)
         return self._planned[key]
 
-    def _watch(
+    def _run_forward(
         self,
         name: str,
         saved: dict[int, StorageWeakRef],
-        parameter: torch.Tensor,
-        tensor: torch.Tensor,
-    ) -> None:
-        """Warn, once, if a graph holds saved tensors of several layers at a time.
+        at: tuple[int, int],
+        run: Callable[[list[Any]], list[Any]],
+        args: list[Any],
+    ) -> list[Any]:
+        """Run a forward half; warn, once, if several layers have saved tensors.
 
         Args:
             name: The graph.
             saved: Storage of a parameter -> a saved tensor of the last run with it.
-            parameter: One of the parameters of this run.
-            tensor: One of its saved tensors.
+            at: Positions of a parameter among arguments, of a saved tensor in results.
+            run: The forward half.
+            args: Its arguments.
         """
+        parameter = args[at[0]]
+        results = run(args)
+        tensor = results[at[1]]
         layer = StorageWeakRef(parameter.untyped_storage()).cdata
         for other in [key for key, ref in saved.items() if ref.expired()]:
             del saved[other]
@@ -423,6 +432,7 @@ class CompileBackend:
                 "mt.compile_layers(layers, budget=...) counts every layer",
                 stacklevel=2,
             )
+        return results
 
 
 GraphPlanner = Callable[[LoweredStep, PlanOptions, float], tuple[PlannedProgram, int]]

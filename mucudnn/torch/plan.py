@@ -240,18 +240,18 @@ class TorchPlan:
         step_ms = self.plan.prediction.step_ms
         if not step_ms:
             return []
-        rows = {"offload": "", "fetch": "", "recompute": ""}
-        runs = {row: [False] * _COLUMNS for row in rows}
+        runs: dict[str, set[int]] = {
+            "offload": set(),
+            "fetch": set(),
+            "recompute": set(),
+        }
         for lane in self.plan.prediction.lanes:
-            row = {"out": "offload", "in": "fetch"}.get(lane.engine)
-            if row is None and "~" in lane.name:
-                row = "recompute"
-            if row is not None and lane.stop_ms > max(lane.start_ms, 0.0):
-                for column in range(
-                    _column(max(lane.start_ms, 0.0), step_ms),
-                    _column(lane.stop_ms, step_ms) + 1,
-                ):
-                    runs[row][column] = True
+            again = "recompute" if "~" in lane.name else None
+            row = {"out": "offload", "in": "fetch"}.get(lane.engine, again)
+            start_ms = max(lane.start_ms, 0.0)
+            if row is not None and lane.stop_ms > start_ms:
+                first, last = _column(start_ms, step_ms), _column(lane.stop_ms, step_ms)
+                runs[row].update(range(first, last + 1))
         # Each column shows the most within it; memory is constant between two points.
         most = [0] * _COLUMNS
         now = at = 0
@@ -262,16 +262,13 @@ class TorchPlan:
             most[at] = max(most[at], now)
         most[at:] = [max(m, now) for m in most[at:]]
         peak = max(self.plan.peak_bytes, *most)
-        rows["memory"] = "".join(
-            _LEVELS[-(-8 * m // peak) if peak else 0] for m in most
-        )
-        for row, active in runs.items():
-            rows[row] = "".join("▪" if busy else "·" for busy in active)
-        return [
-            f"{row:>9} |{rows[row]}|"
-            for row in ("memory", *runs)
-            if row == "memory" or any(runs[row])
-        ]
+        bars = (_LEVELS[-(-8 * m // peak) if peak else 0] for m in most)
+        lines = [f"   memory |{''.join(bars)}|"]
+        for row, busy in runs.items():
+            if busy:
+                line = "".join("▪" if c in busy else "·" for c in range(_COLUMNS))
+                lines.append(f"{row:>9} |{line}|")
+        return lines
 
 
 def _column(ms: float, step_ms: float) -> int:

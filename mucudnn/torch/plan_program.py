@@ -234,9 +234,7 @@ class LoweredStep:
     def of_joint(cls, joint: Joint, own: Sequence[int]) -> "LoweredStep":
         """Lower AOTAutograd's joint graph.
 
-        Args:
-            joint: The graph.
-            own: Its inputs that are parameters or buffers; the caller has all others.
+        `own` are its inputs that are parameters or buffers; the caller has all others.
         """
         lowered = joint.lowered()
         counted = {lowered.inputs[i] for i in own}
@@ -312,13 +310,8 @@ class LoweredStep:
         """Plan the graph, whole or split or compiled, and return what planned it.
 
         On CUDA the budget includes cuBLAS's workspaces, and if a plan allows it what
-        the allocator reserves beyond the peak.
-
-        Args:
-            options: How it is planned.
-            budget: Bytes.
-            advise: Whether a refusal on CUDA names the bytes that are reserved for the
-                least budget.
+        the allocator reserves beyond the peak. With `advise`, a refusal on CUDA names
+        the bytes that are reserved for the least budget.
 
         Raises:
             PlanningError: The step does not fit; the message names the minimum budget.
@@ -599,11 +592,7 @@ def plan_program(
 ) -> PlannedProgram:
     """Plan a step within a budget of bytes.
 
-    Args:
-        step: The step.
-        options: How it is planned.
-        budget: Bytes.
-        advise: Whether a refusal names an option under which the step fits.
+    With `advise`, a refusal names an option under which the step fits.
 
     Raises:
         PlanningError: The step does not fit; the message names the minimum budget.

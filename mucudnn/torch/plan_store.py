@@ -94,12 +94,9 @@ class PlanStore:
     ) -> Profile:
         """Return the costs of a graph on this machine and in this configuration.
 
-        Args:
-            lowered: The graph.
-            measured: Measures the graph.
-            settings: Everything else that the measurements depend on.
-            check: Raises `ValueError` for a remembered profile with divisions of
-                convolutions that the graph or its backend does not have.
+        `settings` are everything else that the measurements depend on. `check` raises
+        `ValueError` for a remembered profile with divisions of convolutions that the
+        graph or its backend does not have.
         """
         places = Places(lowered)
         key = self._key(f"times, 3 {settings}", lowered, places)

@@ -572,7 +572,7 @@ class TrainStep:
             )
         self._take_floats()
         while True:
-            self._commit.unused.note()
+            self._commit.note_state()
             live = LiveParts(
                 self._model, self._optimizer, self._loss_fn, self._settings
             )
@@ -594,8 +594,8 @@ class TrainStep:
                 elif isinstance(e, UpdateNotRecordedError):
                     self._settings = replace(self._settings, recorded=False)
                     self._update_reason = str(e)
-                    self._commit.unused.withdraw()  # the optimizer makes its own
-                    self._commit.unused.keep()
+                    self._commit.withdraw_state()  # the optimizer makes its own
+                    self._commit.keep_state()
                 else:
                     raise
             else:
@@ -856,7 +856,7 @@ class TrainStep:
 
     def _eager(self, batch: Batch, error: Exception | None = None) -> Any:
         """Run one step in eager mode, and say why the first time."""
-        self._commit.unused.withdraw()  # the optimizer makes its own
+        self._commit.withdraw_state()  # the optimizer makes its own
         result = run_eager_step(
             self._model, self._loss_fn, self._optimizer, batch, self._settings
         )
@@ -941,10 +941,7 @@ def _layouts(value: Any) -> Any:
 
 
 class PlannedSteps:
-    """Captured and planned steps, the most recently used first.
-
-    Args:
-        most: How many plans are kept.
+    """Captured and planned steps, the most recently used first; at most `most` plans.
 
     Attributes:
         changed: The Python state for which the last used capture did not hold.

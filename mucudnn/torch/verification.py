@@ -10,7 +10,6 @@ tensors that amplify rounding, as Adam does with gradients of about zero, from o
 """
 
 import math
-import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mucudnn.errors import VerificationError
-from mucudnn.torch.capture.python_state import is_alike
+from mucudnn.torch.capture.python_state import Kind, Read, contents_of, is_alike
 from mucudnn.torch.capture.step_tensors import Batch, StepSettings, root_of
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.devices import DEVICES, forked_generators
@@ -142,7 +141,7 @@ class _Kept:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self.tensors: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._containers: list[tuple[Any, Any, list[Any]]] = []
+        self._containers: list[Read] = []
         pending, seen = list(objects), set()
         while pending:
             value = pending.pop()
@@ -154,33 +153,23 @@ class _Kept:
             if isinstance(value, torch.Tensor):
                 self.tensors[value] = value.detach(), value.detach().clone()
             elif isinstance(value, dict | list | set | deque):
-                content = _content(value)
-                self._containers.append((value, value.copy(), content))
+                content = contents_of(value)
+                read = Read(Kind.CONTENTS, value, None, content, "", is_exact=True)
+                self._containers.append(read)
                 pending += content
             elif isinstance(value, tuple):
                 pending += value
 
     def put_back(self) -> None:
         """Have every container and tensor hold what it held."""
-        for container, before, content in self._containers:
-            now = _content(container)
-            if len(now) == len(content) and all(map(operator.is_, now, content)):
-                continue
-            container.clear()
-            if isinstance(container, dict | set):
-                container.update(before)
-            else:
-                container.extend(before)
+        for container in self._containers:
+            if not container.holds(container.now()):
+                container.put(container.value)
         for tensor, (alias, before) in self.tensors.items():
             if (tensor.data_ptr(), tensor.shape) != (alias.data_ptr(), alias.shape):
                 tensor.data = alias
             if not _overlaps(alias):  # such tensors cannot have been written to
                 alias.copy_(before)
-
-
-def _content(container: Any) -> list[Any]:
-    values = container.values() if isinstance(container, dict) else ()
-    return [*container, *values]
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Cold timing of kernels, and measured rates of links and mappings.
 
-All device memory comes from one pool: operands, workspaces, the buffer whose writing
+All device memory is one allocation: operands, workspaces, the buffer whose writing
 evicts the caches before every run, and the buffer that is copied to measure the link.
 So measuring stays within a budget in bytes, and kernels see memory as in an arena.
 """
@@ -20,8 +20,9 @@ from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import ChunkCosts, MemoryTier, Profile
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import ITEMSIZE, Role, TensorSpec
-from mucudnn.runtime.executor.arena import Pool
+from mucudnn.passes.liveness import rounded
 from mucudnn.runtime.executor.tiers import HostTier, TierChoice
 from mucudnn.runtime.training.sizes import WorkingSet
 from mucudnn.runtime.tuning.timing import StoppingRule, measure
@@ -36,14 +37,24 @@ _COPIES = 64
 
 
 class ColdBench:
-    """Times kernels and copies in a pool, which is empty between two calls."""
+    """Times kernels and copies in memory of its own, which every call uses anew.
 
-    def __init__(self, backend: Backend, pool: Pool, rule: StoppingRule) -> None:
+    Args:
+        nbytes: Bytes of operands, workspace and evicting buffer together.
+    """
+
+    def __init__(self, backend: Backend, nbytes: int, rule: StoppingRule) -> None:
         self._backend = backend
         self._device = backend.device
-        self._pool = pool
+        self._memory: Buffer = self._device.allocate(nbytes)
+        self._nbytes, self._used = nbytes, 0
         self._rule = rule
-        self._zeros = np.zeros(min(EVICTING_BYTES, pool.nbytes), np.uint8)
+        self._zeros = np.zeros(min(EVICTING_BYTES, nbytes), np.uint8)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._memory = None
+        self._device.trim()
 
     def node_ms(self, graph: Graph, node: Node, workspace: int) -> float:
         """Return the median time of a node with a kernel, without its first run.
@@ -52,29 +63,29 @@ class ColdBench:
         allowed.
         """
         needed = WorkingSet.of_node(graph, node, workspace)
-        kernel, pool = self._backend.kernels[node.op], self._pool
-        with self._held(needed) as scratch:
-            for spec in needed.operands:
-                self._fill(spec)
+        offsets, scratch = self._placed(needed)
+        for spec in needed.operands:
+            self._filled(spec, offsets[spec.name])
 
-            def views(specs: Sequence[TensorSpec]) -> list[Array]:
-                return [pool.view(graph.storages[spec.name], spec) for spec in specs]
+        def views(specs: Sequence[TensorSpec]) -> list[Array]:
+            at = (offsets[graph.storages[spec.name]] for spec in specs)
+            return [self._view(*pair) for pair in zip(specs, at, strict=True)]
 
-            reads, writes, attrs = operands_of(graph, node)
-            inputs, outputs = views(reads), views(writes)
-            return self._median(kernel.call(inputs, outputs, attrs, scratch))
+        reads, writes, attrs = operands_of(graph, node)
+        kernel = self._backend.kernels[node.op]
+        return self._median(kernel.call(views(reads), views(writes), attrs, scratch))
 
     def plan_ms(self, plan: ConvPlan) -> float | None:
-        """Return a convolution's median time; None if the pool is too small."""
+        """Return a convolution's median time; None if the memory is too small."""
         needed = WorkingSet.of_plan(plan)
-        if needed.pool_bytes > self._pool.nbytes:
+        if needed.pool_bytes > self._nbytes:
             return None
-        with self._held(needed) as scratch:
-            a, b, out = (self._pool.view(s.name, s) for s in needed.operands)
-            self._device.randomize(a)
-            self._device.randomize(b)
-            runner = self._backend.bind(plan)
-            return self._median(lambda: runner.run(a, b, out, scratch, False))
+        offsets, scratch = self._placed(needed)
+        a, b, out = (self._view(s, offsets[s.name]) for s in needed.operands)
+        self._device.randomize(a)
+        self._device.randomize(b)
+        runner = self._backend.bind(plan)
+        return self._median(lambda: runner.run(a, b, out, scratch, False))
 
     def calls_ms(
         self,
@@ -87,48 +98,52 @@ class ColdBench:
 
         `bind_calls` makes the calls from the tensors and the workspace of `needed`.
         """
-        with self._held(needed) as scratch:
-            for spec in needed.operands:
-                self._fill(spec)
-            views = [self._pool.view(spec.name, spec) for spec in needed.operands]
-            return tuple(self._median(call) for call in bind_calls(views, scratch))
+        offsets, scratch = self._placed(needed)
+        views = [self._filled(spec, offsets[spec.name]) for spec in needed.operands]
+        return tuple(self._median(call) for call in bind_calls(views, scratch))
 
     def link(self, nbytes: int = LINK_BYTES) -> tuple[float, float]:
         """Return the rates to the host and from it, in bytes a millisecond."""
-        size = min(nbytes, self._pool.nbytes)
+        size = min(nbytes, self._nbytes)
         if size == 0:
             raise OutOfMemoryError(
                 "copies of no bytes cannot be timed; give memory to measure in"
             )
-        spec = TensorSpec("the link's buffer", (size,), "uint8")
-        with self._held(WorkingSet((), spec)) as buffer:
-            self._device.upload(np.zeros(spec.shape, np.uint8), buffer)
-            # A smaller pool copies several times in a row, from and to different bytes
-            # of the host, to amortize launches and avoid cache hits.
-            host = HostTier(self._device, min(_COPIES, -(-nbytes // size)) * size)
-            return link_rates(self._device, buffer, host)
+        buffer = self._view(_bytes(size), 0)
+        self._device.upload(np.zeros(size, np.uint8), buffer)
+        # Less memory is copied several times in a row, from and to different bytes of
+        # the host, to amortize launches and avoid cache hits.
+        host = HostTier(self._device, min(_COPIES, -(-nbytes // size)) * size)
+        return link_rates(self._device, buffer, host)
 
-    @contextmanager
-    def _held(self, needed: WorkingSet) -> Iterator[Buffer | None]:
-        """Allocate tensors for the duration of a `with`; yield the workspace."""
-        taken = []
-        try:
-            for spec in needed.tensors:
-                self._pool.allocate(spec.name, spec.nbytes)
-                taken.append(spec.name)
-            scratch = needed.workspace
-            yield None if scratch is None else self._pool.buffer(scratch.name)
-        finally:
-            for name in taken:
-                self._pool.free(name)
+    def _placed(self, needed: WorkingSet) -> tuple[dict[str, int], Buffer | None]:
+        """Return the offset of each tensor, and the workspace."""
+        offsets, end = {}, 0
+        for spec in needed.tensors:
+            if end + spec.nbytes > self._nbytes:
+                raise OutOfMemoryError(
+                    f"no room for {needed} in the memory for measuring, "
+                    f"{format_bytes(self._nbytes, needed.pool_bytes)}"
+                )
+            offsets[spec.name] = end
+            end += rounded(spec.nbytes)
+        self._used = min(end, self._nbytes)
+        scratch = needed.workspace
+        if scratch is None:
+            return offsets, None
+        return offsets, self._view(scratch, offsets[scratch.name])
 
-    def _fill(self, spec: TensorSpec) -> None:
-        """Fill with random numbers; labels and optimizer state with zeros."""
-        array = self._pool.view(spec.name, spec)
+    def _view(self, spec: TensorSpec, offset: int) -> Array:
+        return self._device.view(self._memory, offset, spec)
+
+    def _filled(self, spec: TensorSpec, offset: int) -> Array:
+        """Return a tensor of random numbers; labels and optimizer state are zeros."""
+        array = self._view(spec, offset)
         if spec.dtype in ITEMSIZE and spec.role is not Role.STATE:
             self._device.randomize(array)
         else:
             self._device.upload(np.zeros(spec.shape, spec.dtype), array)
+        return array
 
     def _median(self, run: Callable[[], None]) -> float:
         """Return the median time, evicting the caches before each run."""
@@ -136,36 +151,40 @@ class ColdBench:
         run()
         samples: list[float] = []
         # Writing a large buffer evicts the operands, as other nodes of a step would.
-        nbytes = min(EVICTING_BYTES, self._pool.largest_hole)
-        spec = TensorSpec("the evicting buffer", (nbytes,), "uint8")
-        with self._held(WorkingSet((), spec)) as buffer:
-            while not self._rule.enough(samples):
-                if nbytes:
-                    device.upload(self._zeros[:nbytes], buffer)
-                start = device.begin()
-                run()
-                samples.append(device.elapsed_ms(start, device.record()))
+        nbytes = min(EVICTING_BYTES, self._nbytes - self._used)
+        buffer = self._view(_bytes(nbytes), self._used)
+        while not self._rule.enough(samples):
+            if nbytes:
+                device.upload(self._zeros[:nbytes], buffer)
+            start = device.begin()
+            run()
+            samples.append(device.elapsed_ms(start, device.record()))
         return statistics.median(samples)
+
+
+def _bytes(nbytes: int) -> TensorSpec:
+    return TensorSpec("bytes", (nbytes,), "uint8")
 
 
 @contextmanager
 def cold_bench(
     backend: Backend, sizes: Sequence[int], memory: int | None, rule: StoppingRule
 ) -> Iterator[ColdBench]:
-    """Open a bench with a pool for the largest working set that fits the device.
+    """Open a bench with memory for the largest working set that fits the device.
 
     `sizes` are bytes of working sets; the first one must fit. `memory` limits the
-    pool's size in bytes; None does not.
+    bench's size in bytes; None does not.
     """
     bound = max(sizes) + EVICTING_BYTES if memory is None else memory
-    pool, name = None, "the memory for measuring"
-    *larger, least = sorted({n for n in sizes if sizes[0] <= n <= bound}, reverse=True)
-    for nbytes in (*larger, least):
+    fitting = sorted({n for n in sizes if sizes[0] <= n <= bound}, reverse=True)
+    for nbytes in fitting:
         with suppress(OutOfMemoryError):
-            pool = Pool(backend.device, min(bound, nbytes + EVICTING_BYTES), name)
+            bench = ColdBench(backend, min(bound, nbytes + EVICTING_BYTES), rule)
             break
-    with closing(pool or Pool(backend.device, least, name)) as opened:
-        yield ColdBench(backend, opened, rule)
+    else:
+        bench = ColdBench(backend, fitting[-1], rule)
+    with closing(bench):
+        yield bench
 
 
 def link_rates(device: Device, buffer: Array, tier: Tier) -> tuple[float, float]:

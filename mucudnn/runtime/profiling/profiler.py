@@ -1,7 +1,7 @@
 """Time every distinct node of a graph on a backend.
 
-Convolutions come first, as the tuner allocates and frees its own memory. Then a pool is
-opened, in which all other kernels are timed; the two never hold memory at the same
+Convolutions come first, as the tuner allocates and frees its own memory. All other
+kernels are then timed in one allocation; the two never hold memory at the same
 time.
 """
 
@@ -74,7 +74,7 @@ def profile(
     convolutions = [node for node in graph.nodes if node.op == "conv"]
     fronts = _fronts(tuner, graph, convolutions, limit, done)
     plans = _within(limit, (fastest_of(front) for front in fronts.values()))
-    # One pool for all timings, as large as the largest working set needs.
+    # One allocation for all timings, as large as the largest working set needs.
     sizes = [max((s.pool_bytes for n, s in sets if n.op != "conv"), default=0)]
     sizes += [WorkingSet.of_plan(plan).pool_bytes for plan in plans]
     with cold_bench(backend, sizes, memory, rule or _RULE) as bench:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mucudnn.arguments import check_choice
-from mucudnn.backends.base import Backend
+from mucudnn.backends.base import Backend, LibraryKernels
 from mucudnn.backends.device import StepIO
 from mucudnn.codecs import problem_key
 from mucudnn.errors import OutOfMemoryError, PlanningError
@@ -102,17 +102,28 @@ Times = tuple[float, float]
 """Milliseconds of the first and of the second implementation."""
 
 
-# Measure whether bias and ReLU are faster fused into a convolution or after it.
+# Time two implementations of the same function before a step is planned.
 #
-# The engines that fuse all three differ from those that the tuner measured, and may
-# lose more than the separate pass over the result costs. So both ways are timed once
-# per convolution, with the plan that it would have. The faster is used, and the times
-# are cached with all measurements.
+# The choice affects the last bits of a training. So the times are cached with the
+# measurements, where every later process finds them, and stored in checkpoints, to
+# resume with another cache.
+
+
+_RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class EpilogueRace:
-    """Times convolutions with fused and with separate bias and ReLU, once each.
+class KernelRaces:
+    """Times two implementations of a node, once each, and chooses the faster.
+
+    * Bias and ReLU fused into a convolution or after it. The engines that fuse all
+      three differ from those that the tuner measured, and may lose more than the
+      separate pass over the result costs. Both are timed with the plan that the
+      convolution would have.
+    * A backend's own kernel or a library's, with cold caches. Where the library wins,
+      the node names it, and planning and profiling use its kernel.
 
     `plans` are existing convolution plans. The times by which choices were made are
     added to `used`.
@@ -124,8 +135,8 @@ class EpilogueRace:
     used: dict[str, Times] = field(default_factory=dict)
     _wins: dict[tuple[ConvProblem, str], bool] = field(default_factory=dict)
 
-    def offers(self, problem: ConvProblem, bias: str) -> bool:
-        """Return whether a fused kernel exists and is not slower."""
+    def offers_epilogue(self, problem: ConvProblem, bias: str) -> bool:
+        """Return whether a kernel with bias and ReLU exists and is not slower."""
         epilogues = self.tuner.backend.epilogues
         if epilogues is None or not epilogues.offers(problem, bias):
             return False
@@ -145,20 +156,14 @@ class EpilogueRace:
                         for step in plan.steps
                     ],
                 }
-                measure, used = partial(self.times, problem, bias), self.used
-                times = raced_once(self.tuner, raced, used, used, measure)
+                measure = partial(self.epilogue_times, problem, bias)
+                times = self.times_of(raced, self.used, measure)
             # Without a fused kernel for the timed plan there may be one for another
             # plan: say yes, as without one, separate kernels run anyway.
             self._wins[key] = times is None or times[0] <= times[1]
         return self._wins[key]
 
-    def _plan(self, problem: ConvProblem) -> ConvPlan | None:
-        try:
-            return (self.plans or {}).get(problem) or self.tuner.plan([problem])[0]
-        except PlanningError:  # planning the graph reports it in more detail
-            return None
-
-    def times(self, problem: ConvProblem, bias: str) -> Times | None:
+    def epilogue_times(self, problem: ConvProblem, bias: str) -> Times | None:
         """Return the times of one fused and of two separate calls, in ms.
 
         None where only one of them can be run or measured.
@@ -166,7 +171,6 @@ class EpilogueRace:
         plan = self._plan(problem)
         if plan is None:
             return None
-        memory = None if self.budget is None else self.budget.nbytes
         needed, graph = _operands(plan, bias)
         backend = self.tuner.backend
 
@@ -176,13 +180,121 @@ class EpilogueRace:
             )
 
         otherwise = f"bias and ReLU of {problem} are not timed"
-        times = timed_within(backend, needed.pool_bytes, memory, otherwise, both)
+        times = self._timed(needed.pool_bytes, otherwise, both)
         if not times:
             return None
         logger.info(
             "bias and ReLU of %s: %.3g ms within, %.3g ms behind it", problem, *times
         )
         return times[0], times[1]
+
+    def with_library(self, graph: Graph) -> Graph:
+        """Return the graph with nodes marked where the library is faster."""
+        library = self.tuner.backend.library_kernels
+        if library is None:
+            return graph
+        nodes = tuple(
+            with_library(graph.tensors, node, library.name)
+            if self._library_wins(graph, node, library)
+            else node
+            for node in graph.nodes
+        )
+        return replace(graph, nodes=nodes)
+
+    def _library_wins(self, graph: Graph, node: Node, library: LibraryKernels) -> bool:
+        """Return whether the library computes a node, and faster."""
+        traits = node.traits
+        # The library cannot overwrite its input, where our kernel may, and no other
+        # kernel of ours recomputes its result bit for bit: within a budget, such nodes
+        # stay ours.
+        saving = bool(traits.overwrites) or traits.recompute_as is not None
+        if (saving and self.budget is not None) or not library.offers(graph, node):
+            return False
+        storages = [graph.storages[name] for name in node.tensors]
+        inputs, outputs, attrs = operands_of(graph, node)
+        raced = {
+            "ways": ["own", library.name],
+            "op": node.op,
+            "inputs": [(spec.shape, spec.dtype, spec.layout) for spec in inputs],
+            "outputs": [(spec.shape, spec.dtype, spec.layout) for spec in outputs],
+            "attrs": {k: v for k, v in attrs.items() if k not in ("seed", LIBRARY)},
+            "shared": [storages.index(storage) for storage in storages],
+        }
+        measure = partial(self.library_times, graph, node, library)
+        times = self.times_of(raced, library.times_ms, measure)
+        return times is not None and times[1] < times[0]
+
+    def library_times(
+        self, graph: Graph, node: Node, library: LibraryKernels
+    ) -> Times | None:
+        """Return ms of our kernel and of the library's.
+
+        None without room, and where the library refuses the node meanwhile.
+        """
+        kernel = self.tuner.backend.kernels[node.op]
+        scratch = kernel.workspace(*operands_of(graph, node))
+        size = WorkingSet.of_node(graph, node, scratch).pool_bytes
+        theirs = with_library(graph.tensors, node, library.name)
+
+        def both(bench: ColdBench) -> Times:
+            ours_ms = bench.node_ms(graph, node, scratch)
+            return ours_ms, bench.node_ms(graph, theirs, scratch)
+
+        times = self._timed(size, f"{node.name} is not timed by {library.name}", both)
+        if times is None or not library.offers(graph, node):
+            return None
+        logger.info(
+            "%s (%s): %.3g ms by our kernel, %.3g ms by %s",
+            *(node.name, node.op, *times, library.name),
+        )
+        return times
+
+    def times_of(
+        self,
+        raced: Mapping[str, Any],
+        known: dict[str, Times],
+        measure: Callable[[], Times | None],
+    ) -> Times | None:
+        """Return the times of two implementations, measured once by any process.
+
+        The tuner's cache stores them, by device and `raced`: everything that determines
+        the times, as JSON values. Times are also added to `known`, those of this
+        process. `measure` returns None where timing is impossible, which is not cached.
+        """
+        key = json.dumps(dict(raced), sort_keys=True, default=str)
+        cache, fingerprint = self.tuner.cache, self.tuner.backend.device.fingerprint
+        times = cache.get_race(fingerprint, key)
+        if times is None:
+            times = known.get(key) or measure()
+            if times is None:
+                return None
+            times = cache.put_race(fingerprint, key, times)
+        known[key] = self.used[key] = times
+        return times
+
+    def _timed(
+        self, nbytes: int, otherwise: str, work: Callable[[ColdBench], T]
+    ) -> T | None:
+        """Run `work` on a bench with `nbytes`; None if there is no room.
+
+        More than the budget is not tried. If the device has no room, `otherwise` is
+        logged.
+        """
+        memory = None if self.budget is None else self.budget.nbytes
+        if memory is not None and nbytes > memory:
+            return None
+        try:
+            with cold_bench(self.tuner.backend, [nbytes], memory, _RULE) as bench:
+                return work(bench)
+        except OutOfMemoryError as e:
+            logger.warning("%s: %s", otherwise, e)
+            return None
+
+    def _plan(self, problem: ConvProblem) -> ConvPlan | None:
+        try:
+            return (self.plans or {}).get(problem) or self.tuner.plan([problem])[0]
+        except PlanningError:  # planning the graph reports it in more detail
+            return None
 
 
 def _operands(plan: ConvPlan, bias: str) -> tuple[WorkingSet, Graph]:
@@ -197,137 +309,11 @@ def _operands(plan: ConvPlan, bias: str) -> tuple[WorkingSet, Graph]:
     return WorkingSet((x, w, y, b), alone.workspace), Graph(tensors, (node,), ())
 
 
-# Choose between a backend's own kernels and a library's by measurement.
-#
-# Both are timed once per distinct node with cold caches, and the times are cached with
-# all measurements. Where the library wins, the node names it, and planning and
-# profiling use its kernel.
-
-
-@dataclass(frozen=True)
-class LibraryRace:
-    """Times our kernel and the library's of each node that has both, once.
-
-    The times by which choices were made are added to `used`.
-    """
-
-    tuner: Tuner
-    budget: MemoryBudget | None = None
-    used: dict[str, Times] = field(default_factory=dict)
-
-    def __call__(self, graph: Graph) -> Graph:
-        """Return the graph with nodes marked where the library is faster."""
-        library = self.tuner.backend.library_kernels
-        if library is None:
-            return graph
-        nodes = tuple(
-            with_library(graph.tensors, node, library.name)
-            if self.wins(graph, node)
-            else node
-            for node in graph.nodes
-        )
-        return replace(graph, nodes=nodes)
-
-    def wins(self, graph: Graph, node: Node) -> bool:
-        """Return whether the library computes a node, and faster."""
-        library, traits = self.tuner.backend.library_kernels, node.traits
-        # The library cannot overwrite its input, where our kernel may, and no other
-        # kernel of ours recomputes its result bit for bit: within a budget, such nodes
-        # stay ours.
-        saving = bool(traits.overwrites) or traits.recompute_as is not None
-        if library is None or (saving and self.budget is not None):
-            return False
-        if not library.offers(graph, node):
-            return False
-        storages = [graph.storages[name] for name in node.tensors]
-        inputs, outputs, attrs = operands_of(graph, node)
-        raced = {
-            "ways": ["own", library.name],
-            "op": node.op,
-            "inputs": [(spec.shape, spec.dtype, spec.layout) for spec in inputs],
-            "outputs": [(spec.shape, spec.dtype, spec.layout) for spec in outputs],
-            "attrs": {k: v for k, v in attrs.items() if k not in ("seed", LIBRARY)},
-            "shared": [storages.index(storage) for storage in storages],
-        }
-        measure = partial(self.times, graph, node)
-        times = raced_once(self.tuner, raced, library.times_ms, self.used, measure)
-        return times is not None and times[1] < times[0]
-
-    def times(self, graph: Graph, node: Node) -> Times | None:
-        """Return ms of our kernel and of the library's.
-
-        None without room, and where the library refuses the node meanwhile.
-        """
-        backend, library = self.tuner.backend, self.tuner.backend.library_kernels
-        if library is None:
-            return None
-        memory = None if self.budget is None else self.budget.nbytes
-        scratch = backend.kernels[node.op].workspace(*operands_of(graph, node))
-        size = WorkingSet.of_node(graph, node, scratch).pool_bytes
-        theirs = with_library(graph.tensors, node, library.name)
-
-        def both(bench: ColdBench) -> Times:
-            ours_ms = bench.node_ms(graph, node, scratch)
-            return ours_ms, bench.node_ms(graph, theirs, scratch)
-
-        otherwise = f"{node.name} is not timed by {library.name}"
-        times = timed_within(backend, size, memory, otherwise, both)
-        if times is None or not library.offers(graph, node):
-            return None
-        logger.info(
-            "%s (%s): %.3g ms by our kernel, %.3g ms by %s",
-            *(node.name, node.op, *times, library.name),
-        )
-        return times
-
-
-# Time two implementations of the same function before a step is planned.
-#
-# The choice affects the last bits of a training. So the times are cached with the
-# measurements, where every later process finds them, and stored in checkpoints, to
-# resume with another cache.
-
-
-_RULE = StoppingRule(min_samples=3, max_samples=9, budget_ms=60.0)
-
-T = TypeVar("T")
-
-
-def raced_once(
-    tuner: Tuner,
-    raced: Mapping[str, Any],
-    known: dict[str, Times],
-    used: dict[str, Times],
-    measure: Callable[[], Times | None],
-) -> Times | None:
-    """Return the times of two implementations, measured once by any process.
-
-    The tuner's cache stores them, by device and `raced`: everything that determines the
-    times, as JSON values. Times are added to `known`, those of this process, and to
-    `used`, by which a trainer chooses. `measure` returns None where timing is
-    impossible, which is not cached.
-    """
-    key = json.dumps(dict(raced), sort_keys=True, default=str)
-    cache, fingerprint = tuner.cache, tuner.backend.device.fingerprint
-    times = cache.get_race(fingerprint, key)
-    if times is None:
-        times = known.get(key) or measure()
-        if times is None:
-            return None
-        times = cache.put_race(fingerprint, key, times)
-    known[key] = used[key] = times
-    return times
-
-
 class FusionRace:
     """The predicted times of a step with and without fusion, stored as other races.
 
-    Predictions are made of measured times, and fusion affects the last bits.
-
-    Args:
-        tuner: Its cache stores the times.
-        network: Forward graph.
-        settings: Everything else that determines the step.
+    Predictions are made of measured times, and fusion affects the last bits. `settings`
+    are what determines the step beside its forward graph.
     """
 
     def __init__(
@@ -354,28 +340,6 @@ class FusionRace:
         """Store the times of both forms."""
         fingerprint = self._tuner.backend.device.fingerprint
         self._tuner.cache.put_race(fingerprint, self._key, times)
-
-
-def timed_within(
-    backend: Backend,
-    nbytes: int,
-    memory: int | None,
-    otherwise: str,
-    work: Callable[[ColdBench], T],
-) -> T | None:
-    """Run `work` on a bench with a pool of `nbytes`; None if there is no room.
-
-    More than `memory` bytes are not tried. If the device has no room, `otherwise` is
-    logged.
-    """
-    if memory is not None and nbytes > memory:
-        return None
-    try:
-        with cold_bench(backend, [nbytes], memory, _RULE) as bench:
-            return work(bench)
-    except OutOfMemoryError as e:
-        logger.warning("%s: %s", otherwise, e)
-        return None
 
 
 # Split a step into slices of the batch or strips: as configured, or by measurement.

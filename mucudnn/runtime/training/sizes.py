@@ -15,16 +15,18 @@ from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.liveness import ALIGNMENT, rounded
 from mucudnn.passes.microbatch import candidate_batches, pareto_plans
-from mucudnn.runtime.executor.arena import largest_first
 from mucudnn.runtime.executor.program import kernel_of
 from mucudnn.runtime.tuning.tuner import Tuner
 
 _NO_LIMIT = 1 << 62
 _MS = 1.0
 _BYTES_PER_MS = 1e6
+_NAMED = 8
+"""Maximum number of tensors that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,16 @@ class WorkingSet:
         return sum(rounded(spec.nbytes, ALIGNMENT) for spec in self.tensors)
 
     def __str__(self) -> str:
-        return largest_first({spec.name: spec.nbytes for spec in self.tensors})
+        return _largest_first({spec.name: spec.nbytes for spec in self.tensors})
+
+
+def _largest_first(sizes: Mapping[str, int]) -> str:
+    """Format names with sizes: `'x' (12.0 MiB), 'w' (1.0 MiB) and 3 more, 4.0 KiB`."""
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    text = ", ".join(f"{name!r} ({format_bytes(n)})" for name, n in ordered[:_NAMED])
+    if rest := [nbytes for _, nbytes in ordered[_NAMED:]]:
+        text += f" and {len(rest)} more, {format_bytes(sum(rest))}"
+    return text
 
 
 def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:

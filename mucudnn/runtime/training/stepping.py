@@ -468,8 +468,6 @@ def known_result(
     )
 
 
-_REMEMBERED = 101
-
 T = TypeVar("T")
 
 

@@ -47,10 +47,9 @@ from mucudnn.runtime.distributed.collectives import Collectives
 from mucudnn.runtime.profiling.profiler import OnNode
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.measured_choices import (
-    EpilogueRace,
     FusionRace,
+    KernelRaces,
     Layouts,
-    LibraryRace,
     SplitChooser,
     copies_fit,
 )
@@ -242,12 +241,12 @@ class Trainer:
         )
 
         def planned(recipe: StepRecipe) -> _PlannedForm:
-            races: dict[str, tuple[float, float]] = {}
+            races = KernelRaces(tuner, budget, plans)
             chooser = SplitChooser(split, tuner, budget, order=order, progress=progress)
             choices = StepChoices(
                 layout=Layouts(layout, tuner, budget, progress),
-                epilogue=EpilogueRace(tuner, budget, plans, races).offers,
-                library=LibraryRace(tuner, budget, races),
+                epilogue=races.offers_epilogue,
+                library=races.with_library,
                 split=self._ranks.part(chooser),
                 keep_copies=partial(copies_fit, tuner, budget, order),
             )
@@ -267,7 +266,7 @@ class Trainer:
                 progress=progress,
                 placement=placement,
             )
-            return _PlannedForm(graphs, placed, within, known, races, chooser)
+            return _PlannedForm(graphs, placed, within, known, races.used, chooser)
 
         # Ranks have budgets of their own, but agree about fusion.
         forms = [partial(planned, recipe)]

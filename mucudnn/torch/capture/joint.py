@@ -213,18 +213,8 @@ class Joint:
         mode = next(v.fake_mode for v in values if isinstance(v, torch.Tensor))
         with mode:
             kept = [keeps.like(halves.layouts) for keeps in halves.kept]
-        of_program = tuple(
-            i
-            for i, keeps in enumerate(halves.kept)
-            if keeps.tensor not in halves.inputs and not keeps.host_bytes
-        )
-        forward = Half(
-            halves.forward,
-            without=self._numbers,
-            watch=halves.watch if of_program else None,
-            watched=self.count.results + of_program[0] if of_program else 0,
-        )
-        backward = Half(halves.backward, own=of_program, filled=self._numbers)
+        forward = Half(halves.forward, without=self._numbers)
+        backward = Half(halves.backward, own=halves.own, filled=self._numbers)
         return self._forward(forward, len(kept)), self._backward(backward, kept)
 
     def refused(

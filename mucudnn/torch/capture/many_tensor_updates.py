@@ -22,7 +22,7 @@ from torch._functorch._aot_autograd.functional_utils import from_fun
 
 from mucudnn.ir.graph import Node
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.torch.lowering.lowered import Call, Layout, Number, Operand
+from mucudnn.torch.lowering.lowered import Call, Layout, Named, Number, Operand, bound
 
 _aten = torch.ops.aten
 
@@ -154,12 +154,12 @@ def _fused(operator: Any) -> Callable[..., Any]:
         return [tensor for place in written for tensor in args[place]]
 
     fused.__qualname__ = f"fused({operator})"  # plans are stored by name
-    _IN_PLACE[fused] = len(written)
+    _IN_PLACE.add(fused)
     return fused
 
 
-_IN_PLACE: dict[Any, int] = {}
-"""Function that `_fused` has made -> how many lists of tensors it writes at most."""
+_IN_PLACE: set[Callable[..., Any]] = set()
+"""Functions that `_fused` has made."""
 
 
 # Merging of operations on single tensors.
@@ -184,13 +184,6 @@ _PRODUCTS = {_aten.addcmul.default: "addcmul", _aten.addcdiv.default: "addcdiv"}
 _COPY = {_aten.copy_.default: "copy"}
 _NAMES: Mapping[Any, str] = {**_UNARY, **_BINARY, **_LERP, **_PRODUCTS, **_COPY}
 """Operator -> its name among `torch._foreach_*`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A tensor among the arguments of a call."""
-
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,46 +331,20 @@ class Merger:
 
     def _joined(self, members: Sequence[_Member]) -> Node:
         """Return one node for several members; add its call."""
-        inputs: dict[str, int] = {}
-        for member in members:
-            for name in member.node.inputs:
-                inputs.setdefault(name, len(inputs))
-        first = members[0]
-        call = self._calls[first.node.name]
-        if call.function in _IN_PLACE:
-            new, outputs = self._joined_fused(members, call, inputs)
-        else:
-            new = self._joined_foreach(members, call, inputs)
-            outputs = tuple(n for member in members for n in member.node.outputs)
-        mutates = dict.fromkeys(n for member in members for n in member.node.mutates)
-        name = first.node.name
-        self._calls[name] = new
-        return Node(
-            name,
-            "store" if mutates else str(new.function.__qualname__),
-            tuple(inputs),
-            outputs,
-            phase=first.node.phase,
-            mutates=tuple(mutates),
-        )
-
-    def _joined_fused(
-        self, members: Sequence[_Member], call: Call, inputs: Mapping[str, int]
-    ) -> tuple[Call, tuple[str, ...]]:
-        lists = zip(*(member.args for member in members), strict=True)
-        args = tuple(
-            [bound(t, inputs) for values in of for t in values] for of in lists
-        )
-        kwargs = {k: bound(v, inputs) for k, v in members[0].kwargs.items()}
-        # Results are those of the first list, then of the next.
-        count = len(members)
-        outputs = tuple(n for member in members for n in member.node.outputs)
-        each = len(members[0].node.outputs)
-        places = tuple(j * count + i for i in range(count) for j in range(each))
-        return Call(call.function, args, kwargs, places), outputs
+        nodes = [member.node for member in members]
+        first, call = nodes[0], self._calls[nodes[0].name]
+        read = dict.fromkeys(name for node in nodes for name in node.inputs)
+        inputs = {name: i for i, name in enumerate(read)}
+        mutates = tuple(dict.fromkeys(n for node in nodes for n in node.mutates))
+        join = _joined_fused if call.function in _IN_PLACE else self._joined_foreach
+        self._calls[first.name] = new = join(members, call, inputs)
+        op = "store" if mutates else str(new.function.__qualname__)
+        outputs = tuple(name for node in nodes for name in node.outputs)
+        ends = tuple(inputs), outputs
+        return Node(first.name, op, *ends, phase=first.phase, mutates=mutates)
 
     def _joined_foreach(
-        self, members: Sequence[_Member], call: Call, inputs: Mapping[str, int]
+        self, members: Sequence[_Member], call: Call, inputs: dict[str, int]
     ) -> Call:
         name = _NAMES[call.function]
         columns = list(zip(*(member.args for member in members), strict=True))
@@ -397,8 +364,11 @@ class Merger:
             kind = "Scalar" if same else "ScalarList"
             scalars = [bound(number, inputs) for number in numbers]
             args.append(scalars[0] if same else scalars)
-        elif len(tensors) == 2 and self._is_factor(tensors):
-            kind, args[1] = "Tensor", args[1][0]
+        elif len(tensors) == 2:
+            # The second operands may be one number in a tensor.
+            shapes = {self._layouts[column[0].name].shape for column in tensors}
+            if len(shapes) > 1:
+                kind, args[1] = "Tensor", args[1][0]
         in_place = members[0].in_place
         packet = getattr(_aten, f"_foreach_{name}{'_' if in_place else ''}")
         function = getattr(packet, kind)
@@ -406,10 +376,17 @@ class Merger:
         outputs = sum(len(member.node.outputs) for member in members)
         return Call(run, tuple(args), kwargs, tuple(range(outputs)))
 
-    def _is_factor(self, tensors: Sequence[Sequence[Named]]) -> bool:
-        """Return whether the second operands are one number in a tensor."""
-        (one, *_), (other, *_) = tensors
-        return self._layouts[one.name].shape != self._layouts[other.name].shape
+
+def _joined_fused(
+    members: Sequence[_Member], call: Call, inputs: dict[str, int]
+) -> Call:
+    lists = zip(*(member.args for member in members), strict=True)
+    args = tuple([bound(t, inputs) for values in of for t in values] for of in lists)
+    kwargs = {k: bound(v, inputs) for k, v in members[0].kwargs.items()}
+    # Results are those of the first list, then of the next.
+    count, each = len(members), len(members[0].node.outputs)
+    places = tuple(j * count + i for i in range(count) for j in range(each))
+    return Call(call.function, args, kwargs, places)
 
 
 @functools.cache
@@ -435,18 +412,5 @@ def named(value: Any, inputs: Sequence[str]) -> Any:
             return {key: named(item, inputs) for key, item in value.items()}
         case list() | tuple():
             return tuple(named(item, inputs) for item in value)
-        case _:
-            return value
-
-
-def bound(value: Any, inputs: Mapping[str, int]) -> Any:
-    """Return an argument with tensors as operands."""
-    match value:
-        case Named(name):
-            return Operand(inputs[name])
-        case Number(function, args):
-            return Number(function, tuple(bound(item, inputs) for item in args))
-        case tuple():
-            return [bound(item, inputs) for item in value]
         case _:
             return value

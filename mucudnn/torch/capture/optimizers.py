@@ -7,7 +7,6 @@ Python, cannot be captured: its updates run eagerly behind the planned passes.
 
 import copy
 import inspect
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from mucudnn.torch.capture.many_tensor_updates import (
     fused_in_place,
     fused_targets,
 )
+from mucudnn.torch.capture.python_state import is_alike
 from mucudnn.torch.distributed.sharding import as_sharded, local_of
 from mucudnn.torch.execution.cuda_memory import reserve_block
 from mucudnn.torch.interrupts import uninterrupted
@@ -111,30 +111,53 @@ def swapped(
         _check_unchanged(optimizer, own, groups, others, rates)
         own_storages = set(map(storage_of, parameters.values()))
         held = {id(value) for found in before.values() for value in found.values()}
-        changed = []
-        for i, group in enumerate(others):
-            for j, tensor in enumerate(group["params"]):
-                old_values = old_state.get(groups[i]["params"][j], {})
+        replaced = []
+        for i, (group, other) in enumerate(zip(groups, others, strict=True)):
+            pairs = zip(group["params"], other["params"], strict=False)
+            for j, (parameter, tensor) in enumerate(pairs):
                 old, now = before.get(tensor, {}), of_parameter.get(tensor, {})
-                _check_state(old, now, own_storages)
+                for key in old.keys() - now.keys():
+                    raise UpdateNotRecordedError(
+                        f"the optimizer removes {key!r} from its state in a step"
+                    )
+                outside = old_state.get(parameter, {})
                 for key, value in now.items():
-                    is_kept = value is old.get(key)
-                    is_new = isinstance(value, torch.Tensor) and not is_kept
-                    # Another tensor of the state may be overwritten before this is
-                    # read, as where two have changed places.
-                    if is_new and (id(value) in held or value._is_view()):
-                        value = value.clone()
-                    outside = old_values.get(key)
-                    changed.append(((i, j, key), old.get(key), value, outside))
-        for place, old_value, value, outside in changed:
-            if new := _new(place[2], old_value, value, outside):
-                made[place] = new[0]
+                    was = old.get(key)
+                    if not isinstance(value, torch.Tensor):
+                        if not is_alike(outside.get(key), value):
+                            raise _changed(key)
+                    elif value is not was:
+                        if storage_of(value) in own_storages:
+                            raise UpdateNotRecordedError(
+                                f"the optimizer stores {key!r} in its state, which "
+                                "shares memory with a parameter; store a clone"
+                            )
+                        # Another tensor of the state may be overwritten before this is
+                        # read, as where two have changed places.
+                        if id(value) in held or value._is_view():
+                            value = value.clone()
+                        replaced.append(((i, j, key), was, value))
+        for place, was, value in replaced:
+            if was is None:
+                made[place] = value
+                continue
+            tensor = isinstance(was, torch.Tensor)
+            if not tensor or (value.shape, value.dtype) != (was.shape, was.dtype):
+                raise _changed(place[2])
+            was.copy_(value)
     finally:
+        # The recorder of the capture puts back what else has changed.
         optimizer.param_groups, optimizer.state = groups, old_state
-        kept = {key: vars(optimizer)[key] for key in _OWN & vars(optimizer).keys()}
-        _put_back(optimizer, {**own, **kept})
         for tensor in parameters.values():
             tensor.grad = None
+
+
+def _changed(key: str) -> UpdateNotRecordedError:
+    return UpdateNotRecordedError(
+        f"the optimizer changes {key!r} of its state in a step, which is not a "
+        "tensor or changes its shape; a counter stored as torch.tensor(0.0) "
+        "could be recorded"
+    )
 
 
 def _one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +221,7 @@ def _check_unchanged(
     """
     now = _attributes(optimizer)
     for key in now.keys() | own.keys():
-        if key not in own or key not in now or not _same(own[key], now[key]):
+        if key not in own or key not in now or not is_alike(own[key], now[key]):
             raise UpdateNotRecordedError(
                 f"the optimizer changes its attribute {key!r} in a step"
             )
@@ -206,90 +229,10 @@ def _check_unchanged(
         fixed = {"params", *_one_by_one(group)}
         lent = {**group, _RATE: rate} if _RATE in group else group
         for key in other.keys() - fixed:
-            if key not in lent or not _same(lent[key], other[key]):
+            if key not in lent or not is_alike(lent[key], other[key]):
                 raise UpdateNotRecordedError(
                     f"the optimizer changes {key!r} of a group of parameters in a step"
                 )
-
-
-def _check_state(
-    old: Mapping[str, Any], now: Mapping[str, Any], own_storages: Collection[int]
-) -> None:
-    """Refuse updates that remove state, or that share it with a parameter.
-
-    Raises:
-        UpdateNotRecordedError: The update does.
-    """
-    for key in old.keys() - now.keys():
-        raise UpdateNotRecordedError(
-            f"the optimizer removes {key!r} from its state in a step"
-        )
-    for key, value in now.items():
-        new = isinstance(value, torch.Tensor) and value is not old.get(key)
-        if new and storage_of(value) in own_storages:
-            raise UpdateNotRecordedError(
-                f"the optimizer stores {key!r} in its state, which shares memory "
-                "with a parameter; store a clone"
-            )
-
-
-def _new(key: str, old: Any, value: Any, outside: Any) -> tuple[torch.Tensor] | None:
-    """Return a new tensor of an optimizer's state; copy a replaced one in place.
-
-    Raises:
-        UpdateNotRecordedError: A changed value is no tensor, or has another shape.
-    """
-    if not isinstance(value, torch.Tensor) and _same(outside, value):
-        return None
-    if value is old and isinstance(value, torch.Tensor):
-        return None
-    if isinstance(value, torch.Tensor) and old is None:
-        return (value,)
-    alike = isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor)
-    if not alike or (value.shape, value.dtype) != (old.shape, old.dtype):
-        raise UpdateNotRecordedError(
-            f"the optimizer changes {key!r} of its state in a step, which is not a "
-            "tensor or changes its shape; a counter stored as torch.tensor(0.0) "
-            "could be recorded"
-        )
-    old.copy_(value)
-    return None
-
-
-def _put_back(holder: object, attributes: Mapping[str, Any]) -> None:
-    """Restore an object's attributes; refill containers in place."""
-    now: dict[str, Any] = vars(holder)
-    for key in [key for key in now if key not in attributes]:
-        del now[key]
-    for key, value in attributes.items():
-        held: Any = now.get(key)
-        if type(held) in (dict, set) and type(held) is type(value):
-            if not _same(held, value):
-                held.clear()
-                held.update(value)
-        elif type(held) is list and type(value) is list:
-            held[:] = value
-        else:
-            now[key] = value
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether values are one object, or equal plain values nested alike."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            _same(v, other[k]) for k, v in one.items()
-        )
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, weakref.ref):
-        return one() is other()
-    if isinstance(one, int | float | complex | str | bytes | set | frozenset):
-        return bool(one == other)
-    return isinstance(one, torch.Size) and one == other
 
 
 @uninterrupted()
@@ -352,47 +295,6 @@ def _create_state(
             if not is_traceable_wrapper_subclass(value):
                 value = value.as_subclass(torch.Tensor)  # as gradients are
             optimizer.state[parameter][_MOMENTUM] = torch.zeros_like(value)
-
-
-class UnusedState:
-    """Optimizer state that was created for a plan, until a step has used it.
-
-    Args:
-        optimizer: The optimizer, which has the state while a step is planned or run.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._bare: dict[
-            torch.Tensor, None
-        ] = {}  # parameters without state of their own
-        self._made: dict[torch.Tensor, dict[str, Any]] = {}
-
-    def note(self) -> None:
-        """Remember which parameters have no state, before some is created."""
-        for group in self._optimizer.param_groups:
-            found = self._optimizer.state
-            bare = (p for p in group["params"] if not found.get(p))
-            self._bare.update(dict.fromkeys(bare))
-
-    def lend(self) -> None:
-        """Give the optimizer the created state where it has none."""
-        for parameter, made in self._made.items():
-            if not self._optimizer.state.get(parameter):
-                self._bare[parameter] = None
-                self._optimizer.state[parameter] = made
-
-    def withdraw(self) -> None:
-        """Remove the created state from the optimizer, and remember it."""
-        for parameter in self._bare:
-            if made := self._optimizer.state.pop(parameter, None):
-                self._made[parameter] = made
-        self._bare.clear()
-
-    def keep(self) -> None:
-        """Leave the created state to the optimizer for good."""
-        self._bare.clear()
-        self._made.clear()
 
 
 @contextmanager
@@ -663,15 +565,11 @@ def with_dependencies(
 ) -> list[Node]:
     """Return a node behind its dependencies that have not been seen yet."""
     found: list[Node] = []
-    pending: list[Any] = [node]
+    pending = [node]
     while pending:
         top = pending[-1]
-        missing = (
-            [n for n in before[top.name] if n.name not in seen]
-            if (top.name not in seen)
-            else []
-        )
-        if missing:
+        # Of a node that has been seen, all dependencies have.
+        if missing := [n for n in before[top.name] if n.name not in seen]:
             pending += missing
             continue
         pending.pop()

@@ -250,7 +250,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 _COMPARED = (
-    int, str, bytes, complex, slice, range, frozenset, np.dtype, torch.dtype,
+    int, str, bytes, complex, slice, range, set, frozenset, np.dtype, torch.dtype,
     torch.device, torch.Size,
 )  # fmt: skip
 """Types whose values are told apart by `==`, given the same type."""

@@ -158,8 +158,8 @@ def capture_step(
     sharding = sharding or sharding_of(root)
     if sharding is not None and sharding.kind == "fsdp":
         check_optimizer(optimizer)
-
-    def trace(*, watches_calls: bool) -> CapturedStep:
+    watches_calls = False
+    while True:
         tracer = _Tracer(
             *(root, loss_fn, optimizer, parts, given, settings, sharding),
             watches_calls=watches_calls,
@@ -169,13 +169,11 @@ def capture_step(
         except UnsoundCaptureError:
             if watches_calls or not tracer.recorder.may_be_unread:
                 raise
-            return trace(watches_calls=True)
-        unread = captured.reads.transient and tracer.recorder.may_be_unread
-        if unread and not watches_calls:
-            return trace(watches_calls=True)
-        return captured
-
-    return trace(watches_calls=False)
+        else:
+            unread = captured.reads.transient and tracer.recorder.may_be_unread
+            if watches_calls or not unread:
+                return captured
+        watches_calls = True
 
 
 def _trace(
@@ -309,7 +307,6 @@ class _Tracer:
         self.parts = parts
         self.batch = batch
         self._loss_fn = loss_fn
-        self._update = StepUpdate(optimizer, parts, settings, sharding)
         self.settings = settings
         self.averages = CountedAverages(root)
         self._casts_once = torch.is_autocast_cache_enabled()
@@ -330,7 +327,9 @@ class _Tracer:
         self.stored: Sequence[int] = ()
         self.effects: Sequence[Effect] = ()
         self.made: Mapping[StateKey, torch.Tensor] = {}
-        self.left: Mapping[str, torch.Tensor] = {}
+        # Gradients by parameter if the update is not recorded; with a scaler the last
+        # one, of empty name, is whether some entry is not finite.
+        self.left: dict[str, torch.Tensor] = {}
         self._found: Any = None
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -403,14 +402,10 @@ class _Tracer:
                 loss, gradients = self._passes(leaves, batch, scale)
                 self._keep(buffers)
             self.recorder.in_update = True
-            tensors = Tensors(parameters, state, rates, scale)
             lent = parameters | buffers
             functions.stand_ins = {key: lent[name] for key, name in named.items()}
             with torch.no_grad(), autocast_off():
-                if self.settings.recorded:
-                    self.made = self._update.recorded(tensors, gradients)
-                else:
-                    self.left = self._update.left(tensors, gradients)
+                self._update(parameters, state, rates, scale, gradients)
         last = [tensor.detach() for tensor in (self.made or self.left).values()]
         functions.stand_ins = {}
         self.effects = self.recorder.effects()
@@ -484,6 +479,53 @@ class _Tracer:
                 )
         loss, extras = loss_of(result)
         return loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, extras)
+
+    def _update(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        state: Mapping[StateKey, torch.Tensor],
+        rates: Sequence[Any],
+        scale: Sequence[torch.Tensor],
+        gradients: Gradients,
+    ) -> None:
+        """Record what is behind the gradients: a scaler, clipping, and the update.
+
+        An optimizer that decides by values or counts in Python updates by itself,
+        behind the step, which ends with the gradients then.
+
+        Raises:
+            UpdateNotRecordedError: The update cannot be recorded.
+        """
+        settings, found = self.settings, None
+        if scale:
+            gradients, found = unscaled(gradients, scale[0], self.sharding)
+        if not settings.recorded:
+            if found is not None:
+                rescaled(scale[0], scale[1], found, settings)
+            given = clipped(gradients, settings, self.sharding)
+            self.left = {name: g for name, g in given.items() if g is not None}
+            if found is not None:
+                self.left[""] = found
+            return
+        # Where gradients are not finite, the old values are put back.
+        changed = [*parameters.values(), *state.values()] if scale else []
+        before = [from_fun(tensor) for tensor in changed]
+        names = {id(tensor): name for name, tensor in self.parts.parameters.items()}
+        given = clipped(gradients, settings, self.sharding)
+        lent = parameters, given, state, rates
+        with swapped(self.optimizer, names, *lent) as self.made:
+            try:
+                with saying_where():
+                    self.optimizer.step()
+            except UnsupportedError as e:
+                raise UpdateNotRecordedError(str(e)) from e
+            except Exception as e:  # the optimizer's code may raise anything
+                raise UpdateNotRecordedError(f"{type(e).__name__}: {e}") from e
+        for tensor, old in zip(changed, before, strict=True):
+            if from_fun(tensor) is not old:
+                tensor.copy_(torch.where(found, to_fun(old), tensor))
+        if found is not None:
+            rescaled(scale[0], scale[1], found, settings)
 
     def _keep(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors that the model has put in a buffer's place to the buffer."""
@@ -651,106 +693,6 @@ def nesting_of(
 def _names_now() -> frozenset[str]:
     """Return the names of the nodes recorded so far."""
     return frozenset(node.name for node in get_proxy_mode().tracer.graph.nodes)
-
-
-# The part of a step behind its gradients.
-#
-# The optimizer's update is recorded like any other part of a step. If it cannot be,
-# because it decides by values or counts in Python, the step ends with the gradients,
-# and the optimizer runs its update itself.
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """The tensors that replace those of a step while it is recorded.
-
-    Attributes:
-        parameters: Parameters by name.
-        state: State of the optimizer.
-        rates: The learning rate of each group.
-        scale: A scaler's factor and count, if there is one.
-    """
-
-    parameters: Mapping[str, torch.Tensor]
-    state: Mapping[StateKey, torch.Tensor]
-    rates: Sequence[Any]
-    scale: Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StepUpdate:
-    """The treatment of a step's gradients, and the update.
-
-    Attributes:
-        optimizer: The optimizer.
-        parts: The tensors of the step.
-        settings: How gradients are treated before the update.
-        sharding: The ranks that have a part of each gradient, if there are several.
-    """
-
-    optimizer: torch.optim.Optimizer
-    parts: StepParts
-    settings: StepSettings
-    sharding: Sharding | None = None
-
-    def recorded(
-        self, tensors: Tensors, gradients: Gradients
-    ) -> Mapping[StateKey, torch.Tensor]:
-        """Record the optimizer's update; return new entries of its state.
-
-        Raises:
-            UpdateNotRecordedError: It cannot be recorded.
-        """
-        if not tensors.scale:
-            return self._made(tensors, gradients)
-        gradients, found = unscaled(gradients, tensors.scale[0], self.sharding)
-        made = self._made_unless(found, tensors, gradients)
-        rescaled(tensors.scale[0], tensors.scale[1], found, self.settings)
-        return made
-
-    def left(
-        self, tensors: Tensors, gradients: Gradients
-    ) -> Mapping[str, torch.Tensor]:
-        """Return the gradients for the optimizer, by parameter.
-
-        With a scaler the last entry, of empty name, is whether some entry is not
-        finite.
-        """
-        last: dict[str, torch.Tensor] = {}
-        if tensors.scale:
-            gradients, found = unscaled(gradients, tensors.scale[0], self.sharding)
-            rescaled(tensors.scale[0], tensors.scale[1], found, self.settings)
-            last = {"": found}
-        given = clipped(gradients, self.settings, self.sharding)
-        return {name: g for name, g in given.items() if g is not None} | last
-
-    def _made(
-        self, tensors: Tensors, gradients: Gradients
-    ) -> Mapping[StateKey, torch.Tensor]:
-        by_id = {id(tensor): name for name, tensor in self.parts.parameters.items()}
-        given = clipped(gradients, self.settings, self.sharding)
-        lent = tensors.parameters, given, tensors.state, tensors.rates
-        with swapped(self.optimizer, by_id, *lent) as made:
-            try:
-                with saying_where():
-                    self.optimizer.step()
-            except UnsupportedError as e:
-                raise UpdateNotRecordedError(str(e)) from e
-            except Exception as e:  # the optimizer's code may raise anything
-                raise UpdateNotRecordedError(f"{type(e).__name__}: {e}") from e
-        return made
-
-    def _made_unless(
-        self, found: torch.Tensor, tensors: Tensors, gradients: Gradients
-    ) -> Mapping[StateKey, torch.Tensor]:
-        """Record the update, and its reversal if gradients are not finite."""
-        changed = [*tensors.parameters.values(), *tensors.state.values()]
-        before = [from_fun(tensor) for tensor in changed]
-        made = self._made(tensors, gradients)
-        for tensor, old in zip(changed, before, strict=True):
-            if from_fun(tensor) is not old:
-                tensor.copy_(torch.where(found, to_fun(old), tensor))
-        return made
 
 
 # Scaling, unscaling and clipping.

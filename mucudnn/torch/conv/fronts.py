@@ -135,18 +135,8 @@ def _convolution_nodes(lowered: Lowered) -> "Mapping[str, ConvolutionNode]":
     return {name: node for name, node in found.items() if node is not None}
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A plan of a convolution, and the call that runs it."""
-
-    node: "ConvolutionNode"
-    plan: ConvPlan
-    call: Call
-
-    def prepared(self) -> Callable[[], object]:
-        """Return the call with operands."""
-        operands = [_random_tensor(layout) for layout in self.node.operands]
-        return partial(evaluate, self.call, operands)
+_Candidate = tuple[ConvPlan, Callable[[], Callable[[], object]]]
+"""A plan of a convolution; what makes operands and returns its call with them."""
 
 
 def _fronts(
@@ -158,14 +148,14 @@ def _fronts(
     sizes = _native_sizes(tuner.backend, tables)
     candidates = [
         [
-            _Candidate(node, p, node.bound(tuner.backend, p))
+            (p, partial(_prepared, node, node.bound(tuner.backend, p)))
             for p in _plans(table, sizes)
         ]
         for node, table in zip(nodes, tables, strict=True)
     ]
     # Time and memory of the calls that a step would make.
     timed = [[*_timed(some, tuner.backend)] for some in candidates]
-    runs = [candidate.prepared for some in candidates for candidate in some]
+    runs = [prepared for some in candidates for _, prepared in some]
     nbytes = iter(CpuMeter().most_bytes(runs))
     fronts = []
     for node, plans in zip(nodes, timed, strict=True):
@@ -229,21 +219,27 @@ def _plans(table: PerfTable, sizes: Mapping[ConvProblem, int]) -> list[ConvPlan]
     return [ConvPlan(problem, (whole,)), *others]
 
 
+def _prepared(node: "ConvolutionNode", call: Call) -> Callable[[], object]:
+    """Return a call with operands."""
+    return partial(evaluate, call, [_random_tensor(at) for at in node.operands])
+
+
 def _timed(candidates: Sequence[_Candidate], backend: Backend) -> Iterable[ConvPlan]:
     """Time candidates in turn; yield their plans with these times.
 
     Candidates that the tuner found hopelessly slow, which are there for their small
     workspace, are timed once.
     """
-    runs = [partial(_run, candidate.prepared()) for candidate in candidates]
-    best_ms = min((one.plan.time_ms for one in candidates[1:]), default=0.0)
-    slow = [one.plan.time_ms > _RULE.hopeless * best_ms for one in candidates]
+    plans = [plan for plan, _ in candidates]
+    runs = [partial(_run, prepared()) for _, prepared in candidates]
+    best_ms = min((plan.time_ms for plan in plans[1:]), default=0.0)
+    slow = [plan.time_ms > _RULE.hopeless * best_ms for plan in plans]
     # Candidates near the best are timed in turns, the others once, by themselves.
     fast = [run for run, late in zip(runs, slow, strict=True) if not late]
     together = iter(measure_together(fast, backend.device, _RULE))
-    for candidate, run, late in zip(candidates, runs, slow, strict=True):
+    for plan, run, late in zip(plans, runs, slow, strict=True):
         timing = measure(run, backend.device, _ONCE) if late else next(together)
-        plan, parts = candidate.plan, len(candidate.plan.steps)
+        parts = len(plan.steps)
         steps = (
             replace(
                 step,

@@ -290,10 +290,7 @@ class Geometry:
     def problem(self, role: Direction, x: Any, w: Any) -> ConvProblem:
         """Return the problem that computes a result for operands of these shapes.
 
-        Args:
-            role: The result, as of a convolution that is not transposed.
-            x: The input.
-            w: The filters.
+        `role` is the result, as of a convolution that is not transposed.
 
         Raises:
             ValueError: The shapes contradict each other, or no problem is equivalent.

@@ -164,36 +164,23 @@ def costs_of(
 
 def evaluate(call: Call, operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Run the call of a node; return its outputs."""
-    args, kwargs = _arguments(call, operands)
+    args, kwargs = evaluated([call.args, dict(call.kwargs)], operands)
     found = call.function(*args, **kwargs)
     return tuple(found if path is None else found[path] for path in call.results)
 
 
-def _arguments(
-    call: Call, operands: Sequence[torch.Tensor], unknown: int | None = None
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call; `unknown` for numbers that follow from data."""
-    kwargs = {key: evaluated(a, operands, unknown) for key, a in call.kwargs.items()}
-    return [evaluated(a, operands, unknown) for a in call.args], kwargs
-
-
-def evaluated(
-    leaf: Any, operands: Sequence[torch.Tensor], unknown: int | None = None
-) -> Any:
+def evaluated(leaf: Any, operands: Sequence[torch.Tensor]) -> Any:
     """Return an argument with the values of operands in their place."""
     # No closure, which would keep operands until they are collected.
     match leaf:
         case Operand(index):
             return operands[index]
         case Number(function, args):
-            try:  # operands without data have no numbers
-                return function(*(evaluated(a, operands, unknown) for a in args))
-            except RuntimeError:
-                if unknown is None:
-                    raise
-                return unknown
+            return function(*(evaluated(a, operands) for a in args))
         case list() | tuple():
-            return type(leaf)([evaluated(a, operands, unknown) for a in leaf])
+            return type(leaf)([evaluated(a, operands) for a in leaf])
+        case dict():
+            return {key: evaluated(a, operands) for key, a in leaf.items()}
         case _:
             return leaf
 
@@ -240,9 +227,7 @@ def operands_of(lowered: Lowered, node: Node) -> list[torch.Tensor]:
 
 def _has_numbers(call: Call, operands: Sequence[torch.Tensor]) -> bool:
     """Return whether all numbers of a call are real, such as no root of -1."""
-    leaves = pytree.tree_leaves(
-        (call.args, dict(call.kwargs)), is_leaf=lambda v: isinstance(v, Number)
-    )
+    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     try:
         values = [evaluated(v, operands) for v in leaves if isinstance(v, Number)]
     except (ArithmeticError, ValueError):
@@ -556,6 +541,8 @@ def _flops(lowered: Lowered, node: Node) -> float:
         return 0.0
     here = torch.device("meta")
     meta = [replace(lowered.layouts[n], device=here).empty() for n in node.inputs]
-    args, kwargs = _arguments(call, meta, unknown=1)
+    # Numbers that follow from data change no count.
+    given = [call.args, dict(call.kwargs)]
+    args, kwargs = evaluated(pytree.tree_map_only(Number, lambda _: 1, given), meta)
     out = call.function(*args, **kwargs)
     return float(count(*args, **kwargs, out_val=out))

@@ -6,8 +6,9 @@ There is one for CPUs and one for CUDA devices; `costs.measure` runs nodes with 
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -112,10 +113,10 @@ class CpuMeter:
             if turn >= _FEWEST and time.perf_counter() > until:
                 break
             alone.append(_seconds(call, count, clock))
-            with _Copying(memory) as copying:
+            with _copying(memory) as pairs:
                 beside.append(_seconds(call, count, clock))
-                copied.append(sum(map(sum, tuple(copying.pairs))))
-            copies += copying.pairs
+                copied.append(sum(map(sum, tuple(pairs))))
+            copies += pairs
         longer, of = median(beside) - median(alone), median(copied)
         out, back = (min(some) for some in zip(*copies, strict=True))
         rates = (_CPU_COPIED / 1e3 / out, _CPU_COPIED / 1e3 / back)
@@ -126,41 +127,37 @@ class CpuMeter:
         return Links(*rates, share, overhead_ms)
 
 
-class _Copying:
-    """A thread that copies there and back until the `with` ends, at least once.
+@contextmanager
+def _copying(
+    memory: tuple[torch.Tensor, ...],
+) -> Iterator[list[tuple[float, float]]]:
+    """Copy there and back in a thread until the `with` ends, at least once.
 
     Args:
         memory: Pieces of source, host memory and target, which it copies in turns.
 
-    Attributes:
-        pairs: Seconds of each copy out and each copy back.
+    Yields:
+        Seconds of each copy out and each copy back so far.
     """
+    clock, ended = _clock(), threading.Event()
+    pairs: list[tuple[float, float]] = []
 
-    def __init__(self, memory: tuple[torch.Tensor, ...]) -> None:
-        self._memory = memory
-        self._clock = _clock()
-        self._ended = False
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-        self.pairs: list[tuple[float, float]] = []
-
-    def __enter__(self) -> "_Copying":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended = True
-        self._thread.join()
-
-    def _copy(self) -> None:
-        clock = self._clock
-        while not (self._ended and self.pairs):
-            piece = len(self.pairs) % _PIECES
-            source, host, target = (memory[piece] for memory in self._memory)
+    def copy() -> None:
+        while not (ended.is_set() and pairs):
+            source, host, target = (held[len(pairs) % _PIECES] for held in memory)
             start = clock()
             move(source, host, _CPU_COPIED)
             between = clock()
             move(host, target, _CPU_COPIED)
-            self.pairs.append((between - start, clock() - between))
+            pairs.append((between - start, clock() - between))
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    try:
+        yield pairs
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _handed_over_ms() -> float:

@@ -18,7 +18,6 @@ from mucudnn.errors import BackendError, UnsupportedError, VerificationError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.schedule import Compute, Schedule, SwapOut
 from mucudnn.passes.scheduling.problem import origin
-from mucudnn.torch.capture.optimizers import UnusedState
 from mucudnn.torch.execution.copies import bytes_of, host_bytes
 from mucudnn.torch.execution.cuda_memory import live_tensors
 from mucudnn.torch.execution.devices import Copies, copies_for, device_of
@@ -37,50 +36,6 @@ from mucudnn.torch.interrupts import DeferredInterrupt
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
 from mucudnn.torch.source_lines import storage_of
 
-
-def is_outside_allocator(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory is not of PyTorch's allocator."""
-    return not tensor.untyped_storage().resizable()
-
-
-@dataclass(frozen=True)
-class HostResidents:
-    """The inputs of a program that are host-resident.
-
-    Attributes:
-        inputs: Position of each of them, and its storage.
-        memory: Allocates host memory for a storage, given its name and bytes.
-    """
-
-    inputs: tuple[tuple[int, str], ...]
-    memory: Callable[[str, int], torch.Tensor]
-
-    def move(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Move these inputs to host memory unless they are there.
-
-        A tensor may be in PyTorch's memory again, after a checkpoint was loaded.
-
-        Raises:
-            UnsupportedError: A tensor is not on the CPU.
-            OutOfMemoryError: There is not enough memory; moved tensors stay moved.
-        """
-        shared: dict[int, tuple[str, list[torch.Tensor]]] = {}
-        for position, storage in self.inputs:
-            if not is_outside_allocator(tensor := tensors[position]):
-                shared.setdefault(storage_of(tensor), (storage, []))[1].append(tensor)
-        for storage, found in shared.values():
-            if not found[0].is_cpu:
-                raise UnsupportedError(
-                    f"a parameter or optimizer state is on {found[0].device}; these "
-                    "are offloaded only if they are on the CPU"
-                )
-            whole = bytes_of(found[0].detach())
-            host = self.memory(storage, whole.numel()).copy_(whole)
-            moved = [Layout.of(t.detach()).view_of(host) for t in found]
-            # One call in C: an interrupt between two would separate them for good.
-            list(map(setattr, found, repeat("data"), moved))
-
-
 _AFTER = {
     False: "no parameter or state was changed: the step can be run again",
     True: "the step had begun to change parameters and state: go on from a checkpoint",
@@ -97,16 +52,18 @@ class StepCommit:
     """Makes the permanent changes of one optimizer's steps all or nothing.
 
     Args:
-        optimizer: State that is created for a plan is kept once a step has used it.
+        optimizer: It has state that was created for a plan only while a step is planned
+            or run, until a step has used it.
 
     Attributes:
         begun: Whether the current step has written a permanent tensor.
-        unused: The state that no step has used yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.begun = False
-        self.unused = UnusedState(optimizer)
+        self._optimizer = optimizer
+        self._bare: dict[torch.Tensor, None] = {}  # parameters without state
+        self._made: dict[torch.Tensor, dict[str, Any]] = {}  # created and not used
         self._half_done = ""
         self._interrupt = DeferredInterrupt()
 
@@ -114,11 +71,11 @@ class StepCommit:
     def planning(self) -> Iterator[None]:
         """Withdraw the optimizer state that is created in this context."""
         try:
-            self.unused.lend()
+            self._lend_state()
             yield
             self._interrupt.begin()
         finally:
-            self.unused.withdraw()
+            self.withdraw_state()
             self._interrupt.end()
 
     @contextmanager
@@ -132,15 +89,15 @@ class StepCommit:
             raise BackendError(self._half_done)
         self.begun, note = False, ""
         try:
-            self.unused.lend()
+            self._lend_state()
             yield
-            self.unused.keep()
+            self.keep_state()
             note = "the step that was under way is complete"
         except BaseException as e:
             if not self.begun:
-                self.unused.withdraw()
+                self.withdraw_state()
                 raise
-            self.unused.keep()
+            self.keep_state()
             # A step that was found wrong afterwards is complete.
             if not isinstance(e, VerificationError):
                 self._half_done = _HALF_DONE.format(type(e).__name__)
@@ -159,19 +116,46 @@ class StepCommit:
         """Forget that a step was left half done."""
         self._half_done = ""
 
+    def note_state(self) -> None:
+        """Remember which parameters have no state, before some is created."""
+        for group in self._optimizer.param_groups:
+            found = self._optimizer.state
+            bare = (p for p in group["params"] if not found.get(p))
+            self._bare.update(dict.fromkeys(bare))
+
+    def withdraw_state(self) -> None:
+        """Remove the created state from the optimizer, and remember it."""
+        for parameter in self._bare:
+            if made := self._optimizer.state.pop(parameter, None):
+                self._made[parameter] = made
+        self._bare.clear()
+
+    def keep_state(self) -> None:
+        """Leave the created state to the optimizer for good."""
+        self._bare.clear()
+        self._made.clear()
+
+    def _lend_state(self) -> None:
+        """Give the optimizer the created state where it has none."""
+        for parameter, made in self._made.items():
+            if not self._optimizer.state.get(parameter):
+                self._bare[parameter] = None
+                self._optimizer.state[parameter] = made
+
 
 @dataclass(frozen=True)
 class BoundStep:
     """A compiled step, and where its host-resident inputs live.
 
     Attributes:
+        hosted: Position and storage of each host-resident input.
         random: Devices whose generators it draws from; None is the CPU.
         tiers: Copies to the planned tiers, if the plan has any.
     """
 
     segment: Segment
     device: str
-    host_residents: HostResidents
+    hosted: Sequence[tuple[int, str]] = ()
     random: Sequence[torch.device | None] = ()
     tiers: TierCopies | None = None
 
@@ -185,7 +169,7 @@ class BoundStep:
             BackendError: A tier has lost its contents; says whether anything that is
                 trained was changed already.
         """
-        self.host_residents.move(given)
+        self._move_to_host(given)
         given.append(commit.begin)
         drawn = [(keep_state(device), device) for device in self.random]
         try:
@@ -202,6 +186,39 @@ class BoundStep:
                 raise BackendError(f"{e}; {_AFTER[commit.begun]}") from e
             raise
 
+    def _move_to_host(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move host-resident inputs to host memory unless they are there.
+
+        A tensor may be in PyTorch's memory again, after a checkpoint was loaded.
+
+        Raises:
+            UnsupportedError: A tensor is not on the CPU.
+            OutOfMemoryError: There is not enough memory; moved tensors stay moved.
+        """
+        shared: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        for position, storage in self.hosted:
+            if not is_outside_allocator(tensor := tensors[position]):
+                shared.setdefault(storage_of(tensor), (storage, []))[1].append(tensor)
+        for storage, found in shared.values():
+            if not found[0].is_cpu:
+                raise UnsupportedError(
+                    f"a parameter or optimizer state is on {found[0].device}; these "
+                    "are offloaded only if they are on the CPU"
+                )
+            whole = bytes_of(found[0].detach())
+            nbytes = whole.numel()
+            tiers = self.tiers
+            memory = tiers.memory(storage, nbytes) if tiers else host_bytes(nbytes)
+            host = memory.copy_(whole)
+            moved = [Layout.of(t.detach()).view_of(host) for t in found]
+            # One call in C: an interrupt between two would separate them for good.
+            list(map(setattr, found, repeat("data"), moved))
+
+
+def is_outside_allocator(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory is not of PyTorch's allocator."""
+    return not tensor.untyped_storage().resizable()
+
 
 def bind_step(
     lowered: Lowered, schedule: Schedule, tiers: TierCopies | None = None
@@ -216,14 +233,11 @@ def bind_step(
     first = {origin(node.name) for node in schedule.graph.nodes}
     random = {generator_of(lowered, n) for n in first if lowered.calls[n].random}
     hosted, storages = set(schedule.hosted), lowered.graph.storages
-    inputs = ((i, storages[t]) for i, t in enumerate(lowered.inputs) if t)
+    inputs = [(i, storages[t]) for i, t in enumerate(lowered.inputs) if t]
     return BoundStep(
         bind(lowered, schedule, copies, announced=True),
         device.type,
-        HostResidents(
-            tuple((i, name) for i, name in inputs if name in hosted),
-            (lambda storage, n: host_bytes(n)) if tiers is None else tiers.memory,
-        ),
+        [(i, storage) for i, storage in inputs if storage in hosted],
         tuple(random),
         tiers,
     )
@@ -241,19 +255,6 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Watch:
-    """A function to call whenever a forward half has run.
-
-    Attributes:
-        parameter: Position of a parameter among the tensors that it takes.
-        call: Called with the parameter, and a tensor that the half has saved.
-    """
-
-    parameter: int
-    call: Callable[[torch.Tensor, torch.Tensor], None]
-
-
-@dataclass(frozen=True)
 class Halves:
     """The two compiled halves of a program.
 
@@ -261,7 +262,6 @@ class Halves:
         forward: The part up to the last forward node.
         backward: The rest.
         kept: The values that the forward half returns for the backward half.
-        watch: Called when the forward half has run, if anything is.
     """
 
     forward: Segment
@@ -269,7 +269,15 @@ class Halves:
     kept: Sequence[CarriedValue]
     layouts: Mapping[str, Any]
     inputs: frozenset[str | None]
-    watch: Watch | None = None
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Positions of kept values that are on the device and no inputs."""
+        return tuple(
+            i
+            for i, keeps in enumerate(self.kept)
+            if keeps.tensor not in self.inputs and not keeps.host_bytes
+        )
 
 
 def bind_halves(
@@ -358,16 +366,12 @@ class Half:
         own: Positions of arguments that it may overwrite: saved for it alone.
         without: Positions of arguments that it does not take, ascending.
         filled: Positions of results that it does not have, which become None.
-        watch: Called when it has run, if there is such a function.
-        watched: Position of the result that it is called with.
     """
 
     segment: Segment
     own: tuple[int, ...] = ()
     without: tuple[int, ...] = ()
     filled: tuple[int, ...] = ()
-    watch: Watch | None = None
-    watched: int = 0
     __name__ = "planned_half"
 
     def __call__(self, *args: Any) -> Any:
@@ -383,10 +387,7 @@ class Half:
             copies = _clone_with_storages([args[i] for i in self.own])
             for i, copied in zip(self.own, copies, strict=True):
                 args[i] = copied
-        parameter = None if self.watch is None else args[self.watch.parameter]
         results = self.segment.run(args)
-        if self.watch is not None and parameter is not None:
-            self.watch.call(parameter, results[self.watched])
         for i in self.filled:
             results.insert(i, None)
         return results

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -29,22 +29,27 @@ _Bytes: TypeAlias = torch.Tensor | torch.UntypedStorage
 
 
 @dataclass(slots=True, eq=False)
-class ThreadOffloadedStorage:
+class OffloadedStorage:
     """An offloaded storage.
 
     Attributes:
-        host: Its bytes on the host.
-        done: A lock that is free when its last copy is done; None if it is.
+        host: Its bytes on the host, or in a tier.
+        copier: Makes its copies, and waits for one by what stands for its end.
+        done: Stands for the end of its last copy; None if no copy is in flight.
     """
 
     host: torch.Tensor
-    done: "threading.Lock | None" = None
+    copier: Any
+    done: Any = None
 
     def wait(self) -> None:
-        """Wait for the last copy that was begun."""
+        """Wait for the last copy that was begun.
+
+        Raises:
+            BackendError: It failed, for instance because another process has ended.
+        """
         if self.done is not None:
-            with self.done:
-                pass
+            self.copier.wait(self.done)
 
 
 class ThreadCopies:
@@ -61,22 +66,22 @@ class ThreadCopies:
         self._memory = _HostMemory()
         self._threads = PerProcess(lambda: (_CopyThread(), _CopyThread()))
 
-    def start_run(self) -> Callable[[torch.Tensor, str], ThreadOffloadedStorage]:
+    def start_run(self) -> Callable[[torch.Tensor, str], OffloadedStorage]:
         """Return the function that offloads a tensor of a storage in one run."""
         return self.offload
 
-    def offload(self, tensor: torch.Tensor, slot: Hashable) -> ThreadOffloadedStorage:
+    def offload(self, tensor: torch.Tensor, slot: Hashable) -> OffloadedStorage:
         """Begin to copy the storage of a tensor to the host."""
         host = None if self._hosts is None else self._hosts.get(slot)
         if host is None:
             host = self._memory.take(tensor.untyped_storage().nbytes())
             if self._hosts is not None:
                 self._hosts[slot] = host
-        offloaded = ThreadOffloadedStorage(host)
+        offloaded = OffloadedStorage(host, self)
         self.write_back(tensor, offloaded)
         return offloaded
 
-    def prefetch(self, offloaded: ThreadOffloadedStorage) -> torch.Tensor:
+    def prefetch(self, offloaded: OffloadedStorage) -> torch.Tensor:
         """Begin to copy an offloaded storage back; return its new bytes."""
         host = offloaded.host
         found = torch.empty(host.numel(), dtype=torch.uint8, device="cpu")
@@ -84,23 +89,27 @@ class ThreadCopies:
         offloaded.done = back.copy(host, found, host.numel(), offloaded.done)
         return found
 
-    def write_back(
-        self, tensor: torch.Tensor, offloaded: ThreadOffloadedStorage
-    ) -> None:
+    def write_back(self, tensor: torch.Tensor, offloaded: OffloadedStorage) -> None:
         """Begin to copy the storage of a tensor to the bytes that it came from."""
         storage = tensor.untyped_storage()
         host = offloaded.host
         out, _ = self._threads.value
         offloaded.done = out.copy(storage, host, host.numel(), offloaded.done)
 
-    def on_host(self, host: torch.Tensor, storage: str) -> ThreadOffloadedStorage:
+    def on_host(self, host: torch.Tensor, storage: str) -> OffloadedStorage:
         """Return a storage that is on the host, with no copy in flight."""
-        return ThreadOffloadedStorage(host)
+        return OffloadedStorage(host, self)
 
     def synchronize(self) -> None:
         """Wait for all copies: one may write what a user is about to restore."""
         for thread in self._threads.value:
-            ThreadOffloadedStorage(torch.empty(0, device="cpu"), thread.last).wait()
+            if thread.last is not None:
+                self.wait(thread.last)
+
+    def wait(self, done: threading.Lock) -> None:
+        """Wait for a copy, whose lock is free when it is done."""
+        with done:
+            pass
 
 
 class _HostMemory:

@@ -29,33 +29,12 @@ keeps what was freed until the copies that used it are done.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from mucudnn.torch.execution.copies import bytes_of
-
-
-@dataclass(slots=True, eq=False)
-class StreamOffloadedStorage:
-    """An offloaded storage.
-
-    Attributes:
-        host: Its bytes on the host.
-        copies: The copies that it belongs to.
-        done: Event behind its last copy; None if no copy is in flight.
-    """
-
-    host: torch.Tensor
-    copies: "StreamCopies"
-    done: Any = None
-
-    def wait(self) -> None:
-        """Make the current stream wait for the last copy that was begun."""
-        if self.done is not None:
-            self.copies.wait_for(self.done)
+from mucudnn.torch.execution.copies import OffloadedStorage, bytes_of
 
 
 class StreamCopies:
@@ -82,31 +61,29 @@ class StreamCopies:
         self._host_bytes = host_bytes or partial(
             torch.empty, dtype=torch.uint8, device="cpu", pin_memory=True
         )
-        self._slots: dict[Hashable, StreamOffloadedStorage] | None = (
-            {} if reuse else None
-        )
+        self._slots: dict[Hashable, OffloadedStorage] | None = {} if reuse else None
         # An event is created once where copies are made by one thread at a time: a wait
         # is for what was recorded last before it, so the event can be recorded again.
         self._ready: Any = None
         self._streams: tuple[Any, Any] | None = None
         self._pending: set[Any] = set()
 
-    def start_run(self) -> Callable[[torch.Tensor, str], StreamOffloadedStorage]:
+    def start_run(self) -> Callable[[torch.Tensor, str], OffloadedStorage]:
         """Return the function that offloads a tensor of a storage in one run."""
         return self.offload
 
-    def offload(self, tensor: torch.Tensor, slot: Hashable) -> StreamOffloadedStorage:
+    def offload(self, tensor: torch.Tensor, slot: Hashable) -> OffloadedStorage:
         """Begin to copy the storage of a tensor to the host."""
         stored = None if self._slots is None else self._slots.get(slot)
         if stored is None:
             nbytes = tensor.untyped_storage().nbytes()
-            stored = StreamOffloadedStorage(self._host_bytes(nbytes), self)
+            stored = OffloadedStorage(self._host_bytes(nbytes), self)
             if self._slots is not None:
                 self._slots[slot] = stored
         self.write_back(tensor, stored)
         return stored
 
-    def prefetch(self, offloaded: StreamOffloadedStorage) -> torch.Tensor:
+    def prefetch(self, offloaded: OffloadedStorage) -> torch.Tensor:
         """Begin to copy an offloaded storage back; return its new bytes."""
         host = offloaded.host
         found = torch.empty(host.numel(), dtype=torch.uint8, device=self._device)
@@ -114,24 +91,22 @@ class StreamCopies:
         offloaded.done = self._copy(back, found, host, offloaded.done)
         return found
 
-    def write_back(
-        self, tensor: torch.Tensor, offloaded: StreamOffloadedStorage
-    ) -> None:
+    def write_back(self, tensor: torch.Tensor, offloaded: OffloadedStorage) -> None:
         """Begin to copy the storage of a tensor to the bytes that it came from."""
         whole = bytes_of(tensor)
         out, _ = self._copy_streams()
         offloaded.done = self._copy(out, offloaded.host, whole, offloaded.done)
 
-    def on_host(self, host: torch.Tensor, storage: str) -> StreamOffloadedStorage:
+    def on_host(self, host: torch.Tensor, storage: str) -> OffloadedStorage:
         """Return a storage that is on the host, with no copy in flight."""
-        return StreamOffloadedStorage(host, self)
+        return OffloadedStorage(host, self)
 
     def synchronize(self) -> None:
         """Make the current stream wait for every copy not yet waited for."""
         for done in tuple(self._pending):
-            self.wait_for(done)
+            self.wait(done)
 
-    def wait_for(self, done: Any) -> None:
+    def wait(self, done: Any) -> None:
         """Make the current stream wait for a copy."""
         self._cuda.current_stream(self._device).wait_event(done)
         self._pending.discard(done)

@@ -27,7 +27,7 @@ from mucudnn.passes.liveness import rounded
 from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.runtime.executor.tiers import TierChoice
 from mucudnn.runtime.profiling.links import LINK_BYTES, measured_tiers
-from mucudnn.torch.execution.copies import bytes_of
+from mucudnn.torch.execution.copies import OffloadedStorage, bytes_of
 
 
 class StepTiers:
@@ -84,35 +84,6 @@ class StepTiers:
         return TierCopies(arenas, choices, placement.places, base, self._device)
 
 
-@dataclass(slots=True, eq=False)
-class TierOffloadedStorage:
-    """An offloaded storage.
-
-    Attributes:
-        host: Its bytes in a tier.
-        copier: The copier of that tier.
-        ticket: Ticket of its last copy; None if no copy is in flight.
-    """
-
-    host: torch.Tensor
-    copier: Copier
-    ticket: Any = None
-
-    @property
-    def after(self) -> tuple[Any, ...]:
-        """Tickets that the next copy has to wait for."""
-        return () if self.ticket is None else (self.ticket,)
-
-    def wait(self) -> None:
-        """Wait for the last copy that was begun.
-
-        Raises:
-            BackendError: It failed, for instance because another process has ended.
-        """
-        if self.ticket is not None:
-            self.copier.wait(self.ticket)
-
-
 @dataclass(eq=False)
 class TierCopies:
     """The copies of one plan.
@@ -131,44 +102,42 @@ class TierCopies:
     device: Device
     _state: dict[int, Copier] = field(default_factory=dict, init=False)
 
-    def start_run(self) -> Callable[[torch.Tensor, str], TierOffloadedStorage]:
+    def start_run(self) -> Callable[[torch.Tensor, str], OffloadedStorage]:
         """Return the function that offloads tensors in one run, to its own arena."""
         return partial(self._offload, self.arenas.take())
 
     def _offload(
         self, arena: "HeldArena", tensor: torch.Tensor, storage: str
-    ) -> TierOffloadedStorage:
+    ) -> OffloadedStorage:
         tier, offset = self.places[storage]
         nbytes = tensor.untyped_storage().nbytes()
         host = arena.bytes(tier, offset - self.base[tier], nbytes)
-        offloaded = TierOffloadedStorage(host, arena.copier(tier))
+        offloaded = OffloadedStorage(host, arena.copier(tier))
         self.write_back(tensor, offloaded)
         return offloaded
 
-    def prefetch(self, offloaded: TierOffloadedStorage) -> torch.Tensor:
+    def prefetch(self, offloaded: OffloadedStorage) -> torch.Tensor:
         """Begin to copy an offloaded storage back; return its new bytes."""
         found = torch.empty(offloaded.host.numel(), dtype=torch.uint8, device="cpu")
-        offloaded.ticket = offloaded.copier.back(
-            offloaded.host.numpy(), found.numpy(), offloaded.after
-        )
+        host, after = offloaded.host.numpy(), _after(offloaded)
+        offloaded.done = offloaded.copier.back(host, found.numpy(), after)
         return found
 
-    def write_back(self, tensor: torch.Tensor, offloaded: TierOffloadedStorage) -> None:
+    def write_back(self, tensor: torch.Tensor, offloaded: OffloadedStorage) -> None:
         """Begin to copy the storage of a tensor to the bytes that it came from."""
-        offloaded.ticket = offloaded.copier.out(
-            bytes_of(tensor).numpy(), offloaded.host.numpy(), offloaded.after
-        )
+        host, after = offloaded.host.numpy(), _after(offloaded)
+        offloaded.done = offloaded.copier.out(bytes_of(tensor).numpy(), host, after)
 
-    def on_host(self, host: torch.Tensor, storage: str) -> TierOffloadedStorage:
+    def on_host(self, host: torch.Tensor, storage: str) -> OffloadedStorage:
         """Return a storage that is in a tier, with no copy in flight."""
         tier = self.places[storage][0]
         arena = self.arenas.containing(host)
         if arena is not None:
-            return TierOffloadedStorage(host, arena.copier(tier))
+            return OffloadedStorage(host, arena.copier(tier))
         # Parameters and state: the host can read them, so the device's own copier does.
         if tier not in self._state:
             self._state[tier] = self.device.copier()
-        return TierOffloadedStorage(host, self._state[tier])
+        return OffloadedStorage(host, self._state[tier])
 
     def synchronize(self) -> None:
         """Stop all copies in flight; the next run has a new arena."""
@@ -187,6 +156,11 @@ class TierCopies:
         memory = self.choices[tier].open(self.device, max(1, nbytes))
         held = memoryview(memory.view(0, max(1, nbytes)))
         return torch.frombuffer(held, dtype=torch.uint8)[:nbytes]
+
+
+def _after(offloaded: OffloadedStorage) -> tuple[Any, ...]:
+    """Return the tickets that the next copy has to wait for."""
+    return () if offloaded.done is None else (offloaded.done,)
 
 
 class TierArena:

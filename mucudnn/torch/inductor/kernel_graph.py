@@ -228,10 +228,9 @@ class KernelGraph:
                 for operand in candidates(line, result, self.layouts, sizes)
                 if self.tensors[operand].role is not Role.STATE
             ]
-            if not found or line.remade is None:
+            if not found:
                 continue
-            others = [v for v in line.layouts if v != result]
-            line = line.remade([result, *others])
+            line = line.with_first(result)
             key = line.into, tuple(self.layouts[v] for v in line.operands)
             if key not in self._seen:
                 integer = self._integer(line)
@@ -359,9 +358,7 @@ class Passes:
     def run(self, given: Sequence[torch.Tensor], numbers: Iterator[Any]) -> list[Any]:
         """Run both passes on tensors in the place of inputs and gradients.
 
-        Args:
-            given: These tensors.
-            numbers: What `written` returns of operations, or symbols in their place.
+        `numbers` are those that `written` returns of operations, or symbols.
         """
         first = (*self.inputs, *self.gradients)
         values: dict[torch.fx.Node, Any] = dict(zip(first, given, strict=True))
@@ -388,12 +385,8 @@ class Passes:
     def written(self, layouts: Sequence[Layout]) -> tuple[Any, list[int], int]:
         """Return what was compiled if it is equal: operations, and their numbers.
 
-        Args:
-            layouts: Layouts of inputs and gradients.
-
-        Returns:
-            All but numbers; numbers, with those of layouts first; and how many of the
-            first ones are sizes of inputs.
+        First all but numbers; then numbers, with those of layouts first; and how many
+        of the first ones are sizes of inputs.
         """
         nodes = (*self.inputs, *self.gradients, *self.nodes)
         places = {node: f"%{i}" for i, node in enumerate(nodes)}
@@ -543,11 +536,8 @@ def lower_step(
 ) -> Lowered:
     """Compile a captured step's passes, and lower it with their kernels as nodes.
 
-    Args:
-        captured: The step.
-        own: Number of its first placeholders that are parameters and buffers.
-        sizes: What was compiled before.
-        tuned: Whether a tuner may plan its convolutions.
+    `own` is the number of its first placeholders that are parameters and buffers. A
+    `tuned` step may have its convolutions planned by a tuner.
 
     Raises:
         NotCompiledError: It cannot be compiled; says why.

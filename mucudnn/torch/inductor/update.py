@@ -45,7 +45,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from mucudnn.ir.graph import Graph, Node, Phase
-from mucudnn.torch.capture.many_tensor_updates import Named, bound, named
+from mucudnn.torch.capture.many_tensor_updates import named
 from mucudnn.torch.capture.optimizers import with_dependencies
 from mucudnn.torch.costs.measure import evaluate, evaluated
 from mucudnn.torch.inductor.compiling import (
@@ -61,9 +61,11 @@ from mucudnn.torch.lowering.lowered import (
     Call,
     Layout,
     Lowered,
+    Named,
     NotCompiledError,
     Number,
     Operand,
+    bound,
 )
 
 _aten = torch.ops.aten

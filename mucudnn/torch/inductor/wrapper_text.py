@@ -14,7 +14,8 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,19 +57,15 @@ class Kernel:
     triton: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class KernelLine:
     """A call of a kernel.
 
     Attributes:
         name: The called function, as in the wrapper.
-        function: Takes the operands, and returns the results as a tuple, or a single
-            result as it is.
-        into: The same, with the first result in the memory of the argument `out`; None
-            if the first result is not allocated by the wrapper.
         operands: Values that it takes.
-        results: Values that it makes.
-        layouts: Layouts of results, as far as the text has them.
+        results: Values that it makes; first those that the wrapper allocates.
+        layouts: Layouts of the results that the wrapper allocates, in their order.
         changes: Operands that it writes to.
         random: Whether it draws random numbers.
         pure: Whether it may run twice.
@@ -77,6 +74,11 @@ class KernelLine:
         pointers: Value of each of the kernel's parameters, or a size.
         convolution: The line as a call of PyTorch's convolution or its gradient; None
             if it is another one.
+        text: The call, in values.
+        paths: What follows the call's result for each other result.
+        allocated: Allocation of each value that the wrapper allocates.
+        space: Globals of the wrapper.
+        gpu: The GPU that the line is guarded for, if any.
     """
 
     name: str
@@ -89,12 +91,59 @@ class KernelLine:
     heavy: bool
     kernel: Kernel | None
     pointers: Sequence[str | int | None]
-    function: Callable[..., Any]
-    into: Callable[..., Any] | None = None
-    convolution: Call | None = None
-    remade: "Callable[[Sequence[str]], KernelLine] | None" = field(
-        default=None, repr=False
-    )
+    convolution: Call | None
+    text: str
+    paths: Sequence[str]
+    allocated: Mapping[str, str]
+    space: dict[str, Any] = field(repr=False)
+    gpu: int | None = None
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """Takes the operands, and returns a tuple of results, or a single result."""
+        return self._defined(into=False)
+
+    @cached_property
+    def into(self) -> Callable[..., Any] | None:
+        """The function with its first result in the memory of the argument `out`.
+
+        None if the wrapper does not allocate the first result.
+        """
+        return self._defined(into=True) if self.layouts else None
+
+    def with_first(self, result: str) -> "KernelLine":
+        """Return the line with one of the allocated results as the first one."""
+        made = [result, *(v for v in self.layouts if v != result)]
+        layouts = {v: self.layouts[v] for v in made}
+        results = [*made, *self.results[len(made) :]]
+        return replace(self, layouts=layouts, results=results)
+
+    def _defined(self, *, into: bool) -> Callable[..., Any]:
+        """Compile a function that runs the line."""
+        operands = [f"a{i}" for i in range(len(self.operands))]
+        results = [f"r{i}" for i in range(len(self.layouts))]
+        names = dict(
+            zip((*self.operands, *self.layouts), operands + results, strict=True)
+        )
+        body = [f"{names[v]} = {self.allocated[v]}" for v in self.layouts]
+        if into:
+            shape_and_strides = body[0].partition("(")[2].rpartition(", ")[0]
+            body[0] = f"r0 = {_VIEW}(out, {shape_and_strides}, 0)"
+        call = re.sub(
+            r"\b[A-Za-z_]\w*\b",
+            lambda m: names.get(m.group(0), m.group(0)),
+            self.text,
+        )
+        body.append(f"found = {call}" if self.paths else call)
+        results += [f"found{path}" for path in self.paths]
+        if results:
+            body.append(f"return {', '.join(results)}")
+        if self.gpu is not None:
+            guard = f"with torch.cuda._DeviceGuard({self.gpu}):"
+            body = [guard, *(f"    {line}" for line in body)]
+        parameters = [*operands, "*", "out"] if into else operands
+        defined: Callable[..., Any] = define(parameters, body, self.space, self.kernel)
+        return defined
 
 
 @dataclass(frozen=True)
@@ -265,7 +314,9 @@ class _Reader:
     def _values_in(self, tree: ast.AST) -> list[str]:
         return [v for v in _identifiers(ast.unparse(tree)) if v in self._values]
 
-    def _line(self, call: ast.Call, result: str | None, items: dict[int, str]) -> Any:
+    def _line(
+        self, call: ast.Call, result: str | None, items: dict[int, str]
+    ) -> KernelLine:
         """Return a kernel call with the directions of its arguments."""
         name = ast.unparse(call.func)
         kernel = self._kernels.get(name)
@@ -316,37 +367,25 @@ class _Reader:
         tags = getattr(function, "tags", ())
         outside = getattr(function, "namespace", "aten") != "aten"
         random = torch.Tag.nondeterministic_seeded in tags
-        layouts = {v: self._layout(v) for v in made}
         heavy = kernel is None and any(w in name for w in ("conv", "mm", "attention"))
-        convolution = _convolution(call, operands, tuple(items) or (None,))
-
-        def line(made: Sequence[str]) -> KernelLine:
-            """Return the line with its results in this order."""
-            paths = [] if result is None else [f"[{i}]" for i in items] or [""]
-            results = [*made, *(items.values() or ([result] if result else []))]
-            texts = [
-                _Text(self._allocated, call, operands, made, paths, into, self._gpu)
-                for into in (False, True)
-            ]
-            functions = [t.function(self._space, kernel) for t in texts]
-            return KernelLine(
-                name.removesuffix(".run"),
-                operands,
-                results,
-                layouts,
-                changes,
-                random,
-                pure=not random and not outside and not changes,
-                heavy=heavy,
-                kernel=kernel,
-                pointers=pointers,
-                function=functions[0],
-                into=functions[1] if made else None,
-                convolution=convolution,
-                remade=line,
-            )
-
-        return line(made)
+        return KernelLine(
+            name.removesuffix(".run"),
+            operands,
+            [*made, *(items.values() or ([result] if result else []))],
+            {v: self._layout(v) for v in made},
+            changes,
+            random,
+            pure=not random and not outside and not changes,
+            heavy=heavy,
+            kernel=kernel,
+            pointers=pointers,
+            convolution=_convolution(call, operands, tuple(items) or (None,)),
+            text=ast.unparse(call),
+            paths=[] if result is None else [f"[{i}]" for i in items] or [""],
+            allocated=self._allocated,
+            space=self._space,
+            gpu=self._gpu,
+        )
 
     def _resolved(self, call: ast.Call) -> Any:
         """Return the function that a call names.
@@ -377,50 +416,6 @@ class _Reader:
         if _ALLOCATE[call.func.id] == "cuda":
             device = torch.device("cuda", self._gpu or 0)
         return Layout(tuple(shape), tuple(stride), dtype, 0, device)
-
-
-@dataclass(frozen=True)
-class _Text:
-    """The source of a function that runs one line."""
-
-    allocated: Mapping[str, str]
-    call: ast.Call
-    operands: Sequence[str]
-    made: Sequence[str]
-    paths: Sequence[str]
-    into: bool
-    gpu: int | None
-
-    def function(self, space: dict[str, Any], kernel: Kernel | None) -> Any:
-        """Compile the function."""
-        names = {v: f"a{i}" for i, v in enumerate(self.operands)}
-        names |= {v: f"r{i}" for i, v in enumerate(self.made)}
-        body = []
-        for i, value in enumerate(self.made):
-            text = self.allocated[value]
-            if self.into and i == 0:
-                shape_and_strides = text.partition("(")[2].rpartition(", ")[0]
-                text = f"{_VIEW}(out, {shape_and_strides}, 0)"
-            body.append(f"r{i} = {text}")
-        call = re.sub(
-            r"\b[A-Za-z_]\w*\b",
-            lambda m: names.get(m.group(0), m.group(0)),
-            ast.unparse(self.call),
-        )
-        results = [f"r{i}" for i in range(len(self.made))]
-        if self.paths:
-            body.append(f"found = {call}")
-            results += [f"found{path}" for path in self.paths]
-        else:
-            body.append(call)
-        parameters = [*names.values()][: len(self.operands)]
-        parameters += ["*", "out"] if self.into else []
-        if results:
-            body.append(f"return {', '.join(results)}")
-        if self.gpu is not None:
-            guard = f"with torch.cuda._DeviceGuard({self.gpu}):"
-            body = [guard, *(f"    {line}" for line in body)]
-        return define(parameters, body, space, kernel)
 
 
 def define(

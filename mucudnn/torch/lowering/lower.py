@@ -12,7 +12,7 @@ which operands it may overwrite.
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,15 @@ from mucudnn.torch.distributed.sharding import (
     is_collective,
     started,
 )
-from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
+from mucudnn.torch.lowering.lowered import (
+    Call,
+    Layout,
+    Lowered,
+    Named,
+    Number,
+    Operand,
+    bound,
+)
 from mucudnn.torch.lowering.overloads import (
     as_laid_out,
     corrected,
@@ -111,7 +119,7 @@ class _Lowering:
             dict.fromkeys(
                 value.name
                 for value in self._results
-                if isinstance(value, Value) and value.name in made
+                if isinstance(value, Named) and value.name in made
             )
         )
         # Random nodes stay, for the sequence of draws, and so do checks.
@@ -132,7 +140,7 @@ class _Lowering:
             self._calls,
             {name: at for name, at in self._layouts.items() if name not in gone},
             tuple(self._inputs),
-            tuple(v.name if isinstance(v, Value) else v for v in self._results),
+            tuple(v.name if isinstance(v, Named) else v for v in self._results),
             self._constants,
         )
 
@@ -148,14 +156,14 @@ class _Lowering:
         else:
             name = self._declare(node.name, value, Role.STATE, ())
         self._inputs.append(name)
-        self._values[node] = Value(name)
+        self._values[node] = Named(name)
 
     def _constant(self, node: torch.fx.Node) -> None:
         value = operator.attrgetter(node.target)(self._module)
         if isinstance(value, torch.Tensor):
             name = self._declare(node.name, value, Role.STATE, ())
             self._constants[name] = value
-            self._values[node] = Value(name)
+            self._values[node] = Named(name)
         else:
             self._values[node] = value
 
@@ -166,7 +174,7 @@ class _Lowering:
             self._add(node, args, kwargs, [])
         elif isinstance(value, torch.Tensor):
             self._add(node, args, kwargs, [(None, node.name, value)])
-            self._values[node] = Value(node.name)
+            self._values[node] = Named(node.name)
         elif isinstance(value, tuple | list):
             given = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
             value = corrected(node.target, given, value)
@@ -187,7 +195,7 @@ class _Lowering:
                         self._add(node, (*args[:-1], mask), {}, mine)
             else:
                 self._add(node, without_unread(node.target, args), kwargs, found)
-            names = {k: Value(name) for k, name, _ in found}
+            names = {k: Named(name) for k, name, _ in found}
             self._values[node] = [names.get(k, v) for k, v in enumerate(value)]
         else:
             scalar = node.target is torch.ops.aten._local_scalar_dense.default
@@ -206,7 +214,7 @@ class _Lowering:
         owner = self._owners[storage_of(value)]
         self._owners[storage_of(node.meta["val"])] = owner
         self._add(node, self._resolved(node.args), {}, [(None, node.name, value)])
-        self._values[node] = Value(node.name)
+        self._values[node] = Named(node.name)
         wait = self._nodes[-1]
         made = next((n for n in self._nodes if wait.inputs[0] in n.outputs), wait)
         if made.traits.collective:
@@ -223,16 +231,14 @@ class _Lowering:
         """Add a node with these outputs: position in the result, name, and value."""
         function = node.target
         refuse(node, outputs)
-        inputs: list[str] = []
-        args, kwargs = pytree.tree_map(
-            functools.partial(_bind, inputs),
-            (args, dict(kwargs)),
-            is_leaf=lambda value: isinstance(value, Value | Number),
-        )
+        positions: dict[str, int] = {}
+        bind = functools.partial(bound, inputs=positions)
+        args, kwargs = pytree.tree_map(bind, (args, dict(kwargs)))
+        inputs = tuple(positions)
         # A view of a constant has, as a fake tensor, a storage of its own.
         first = next(iter(self._resolved(node.args[:1])), None)
         if (
-            isinstance(first, Value)
+            isinstance(first, Named)
             and first.name in self._constants
             and function._schema.arguments[0].alias_info is not None
         ):
@@ -278,7 +284,7 @@ class _Lowering:
             Node(
                 name,
                 str(function),
-                tuple(inputs),
+                inputs,
                 names,
                 phase=self._phase_of(node.name),
                 traits=traits,
@@ -343,26 +349,6 @@ def _collective(op: str) -> Collective | None:
     if not is_collective(op) or "broadcast" in op:
         return None
     return Collective.GATHER if "all_gather" in op else Collective.REDUCE
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor of the graph among the arguments of a call."""
-
-    name: str
-
-
-def _bind(inputs: list[str], value: Any) -> Any:
-    """Return an argument with tensors as operands; append new ones to `inputs`."""
-    match value:
-        case Value(name):
-            if name not in inputs:
-                inputs.append(name)
-            return Operand(inputs.index(name))
-        case Number(function, args):
-            return Number(function, tuple(_bind(inputs, a) for a in args))
-        case _:
-            return value
 
 
 def _count_uses(call: Call, index: int) -> int:

@@ -31,6 +31,29 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor among the arguments of a call, by its name."""
+
+    name: str
+
+
+def bound(value: Any, inputs: dict[str, int]) -> Any:
+    """Return an argument with tensors as operands; `inputs` has or gets their places.
+
+    Tuples become lists.
+    """
+    match value:
+        case Named(name):
+            return Operand(inputs.setdefault(name, len(inputs)))
+        case Number(function, args):
+            return Number(function, tuple(bound(item, inputs) for item in args))
+        case _ if type(value) is tuple:
+            return [bound(item, inputs) for item in value]
+        case _:
+            return value
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Layout of a tensor in its storage; strides and offset count elements.
 

@@ -46,11 +46,8 @@ def split_candidates(
 ) -> "SplitCandidates | None":
     """Return a step whole and in parts; None if `auto` finds nothing to cut.
 
-    Args:
-        lowered: The step, without updates in place.
-        names: Names of its inputs.
-        make: Measures a step and adds its updates.
-        split: `auto`, a number of parts, `height` or `height:4`.
+    `names` are those of the step's inputs; it has no updates in place. `make` adds
+    them, and measures a step.
 
     Raises:
         UnsupportedError: A number of parts was given and nothing can be cut.

@@ -46,10 +46,7 @@ def follow_rows(
 ) -> SplittableStep:
     """Follow the split axis of some inputs through a graph.
 
-    Args:
-        lowered: The graph.
-        inputs: Input -> its split axis.
-        samples: Number of samples along the batch; None to follow the rows of images.
+    `samples` is their number along the batch; None to follow the rows of images.
     """
     follower = _Follower(lowered, samples)
     for name, axis in inputs.items():
