@@ -32,6 +32,7 @@ from mucudnn.torch.capture.op_overrides import (
     CountedAverages,
     output_noted,
     plain_checkpoints,
+    seeding_refused,
     uncompiled,
 )
 from mucudnn.torch.capture.optimizers import StateKey, UpdateNotRecordedError, swapped
@@ -66,6 +67,7 @@ from mucudnn.torch.distributed.sharding import (
 )
 from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.internals import without_wrapped_functions
+from mucudnn.torch.interrupts import uninterrupted
 from mucudnn.torch.source_lines import storage_of
 
 Gradients = dict[str, torch.Tensor | None]
@@ -212,11 +214,14 @@ def _trace(
     recorder = tracer.recorder
     try:
         with (
+            # PyTorch's modes do not survive a Ctrl-C that comes as they begin or end.
+            uninterrupted(),
             recorder,
             tracer.averages.marked(recorder),
             uncompiled(tracer.root, recorder),
             output_noted(recorder),
-            plain_checkpoints(),
+            plain_checkpoints(tracer.noting_changes),
+            seeding_refused(),
             without_collectives(root),
             mode,
             torch.enable_grad(),
@@ -426,6 +431,23 @@ class _Tracer:
             beside, inputs, self.recorder.is_kept
         )
         return [loss, *(tensor.detach() for tensor in computed), *last]
+
+    @contextmanager
+    def noting_changes(self) -> Iterator[None]:
+        """Note the first piece of state that is changed within this context."""
+
+        def values() -> dict[Any, tuple[str, Any]]:
+            found = {
+                name: (f"buffer {name.partition('.')[2]!r}", from_fun(buffer))
+                for name, buffer in self.root.named_buffers()
+            }
+            return {**self.recorder.changes(), **found}
+
+        before = values()
+        yield
+        for place, (label, value) in values().items():
+            if place not in before or not is_same(value, before[place][1]):
+                self.recorder.repeats = self.recorder.repeats or label
 
     def _passes(
         self,
