@@ -125,7 +125,7 @@ AT_LINES = {
     nested: r"nested.*padding",
     quantized: r"quantize_per_tensor.*fake quantization",
     own_generator: r"its own random generator",
-    seeded: r"sets the state of PyTorch's generator",
+    seeded: r"reads or sets the state of PyTorch's generator",
     branched: r"calls cond.*torch\.where",
     elsewhere_by_a_view: r"modifies a tensor that is not a parameter or buffer",
     elsewhere: r"modifies a tensor that is not a parameter or buffer",

@@ -203,11 +203,13 @@ def train_step(
 
     Under `torch.autocast` the model and the loss are cast; gradients and the update are
     computed outside of it, as PyTorch recommends. Results equal those of eager mode,
-    bit for bit, with three exceptions: in-place operations on a part of a tensor write
+    bit for bit, with four exceptions: in-place operations on a part of a tensor write
     to memory of their own, and kernels may round strided memory differently from dense
-    memory (the sigmoids of `nn.GRU` do, unless its width is a multiple of 32); the
-    gradient of a product (`prod`) is always computed as if the product had zeros; and
-    an optimizer with `fused=True` updates CPU models by PyTorch's plain operations.
+    memory (the sigmoids of `nn.GRU` and `nn.GRUCell` do, unless their width is a
+    multiple of 32); the gradient of a product (`prod`) is always computed as if the
+    product had zeros; an optimizer with `fused=True` updates CPU models by PyTorch's
+    plain operations; and the function of a checkpoint runs once, so that running
+    statistics within it change once, too, where eager mode changes them twice.
 
     Args:
         model: The model to train. Under `fully_shard` or `DistributedDataParallel` all

@@ -71,31 +71,30 @@ def output_noted(recorder: ReadRecorder) -> Iterator[None]:
         logging.Logger.handle = handle  # type: ignore[method-assign]
 
 
-class _Unseeded:
-    """PyTorch's generator, whose state the thread that captures cannot set."""
+class _Stateless:
+    """PyTorch's generator, whose state is unknown to the thread that captures."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
         self._thread = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
-        sets = name in ("manual_seed", "seed", "set_state")
-        if sets and threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread:
             raise UnsupportedError(
-                f"the step sets the state of PyTorch's generator{line_now()}, as "
-                "torch.manual_seed and fork_rng do; do so outside the step"
+                f"the step reads or sets the state of PyTorch's generator{line_now()}, "
+                "as torch.manual_seed and fork_rng do; do so outside the step"
             )
         return getattr(self._generator, name)
 
 
 @contextmanager
 def seeding_refused() -> Iterator[None]:
-    """Refuse a step that sets the state of PyTorch's generator.
+    """Refuse a step that reads or sets the state of PyTorch's generator.
 
     A planned step draws the numbers that follow on those of the step before.
     """
     before: Any = torch.random.default_generator
-    torch.random.default_generator = _Unseeded(before)  # type: ignore[assignment]
+    torch.random.default_generator = _Stateless(before)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -104,26 +103,28 @@ def seeding_refused() -> Iterator[None]:
 
 @contextmanager
 def plain_checkpoints(
-    noting: Callable[[], AbstractContextManager[None]],
+    noting: Callable[[bool], AbstractContextManager[None]],
 ) -> Iterator[None]:
     """Make `torch.utils.checkpoint` call its function without a checkpoint.
 
     Args:
         noting: Notes what is changed within its context: eager mode runs the function
-            twice.
+            twice. It is told whether random numbers are the same then.
     """
 
     class Plain:
         """Replacement of the autograd function of a reentrant checkpoint."""
 
         @staticmethod
-        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-            with noting():
+        def apply(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+            with noting(preserves):
                 return function(*args)
 
-    def plain_generator(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    def plain_generator(
+        _: Any, preserves: bool = True, *_args: Any, **_kwargs: Any
+    ) -> Iterator[None]:
         """Replace the generator around a non-reentrant checkpoint."""
-        with noting():
+        with noting(preserves):
             yield
 
     plain = {

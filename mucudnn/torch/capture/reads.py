@@ -453,6 +453,11 @@ class ReadRecorder:
             held.clear()
             held.update(before)
 
+    def release(self) -> None:
+        """Drop what was noted: tracers live until they are collected."""
+        for noted in (self._alive, self._reads, self._written, self._constants):
+            noted.clear()
+
     def lend(self, holder: dict[str, Any], key: str, label: str) -> None:
         """Note an entry that the capture itself is about to replace for a while."""
         self._note(Kind.ENTRY, holder, key, label)
@@ -1105,7 +1110,7 @@ def _code_calling(function: Callable[[Any, Any], Any], count: int) -> types.Code
 
 def _generator_states() -> list[Any]:
     """Return the states of all generators that every function may draw from."""
-    states = [torch.get_rng_state()]
+    states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
     numpys = Read(Kind.GENERATOR, np.random, None, None, "").now()

@@ -118,7 +118,7 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
 
     def __init__(self, recorder: ReadRecorder, shapes: KnownShapes) -> None:
         super().__init__()
-        self._state = torch.get_rng_state()
+        self._state = torch.default_generator.get_state()
         self._shapes = shapes
         self._recorder = recorder
 
@@ -183,7 +183,8 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
                     "it uses its own random generator; only PyTorch's default "
                     "generator draws new numbers in every step"
                 )
-            if not torch.equal(self._state, torch.get_rng_state()):
+            now = torch.default_generator.get_state()
+            if not torch.equal(self._state, now):
                 return (
                     "the step sets the state of PyTorch's generator before it; call "
                     "torch.manual_seed outside the step"

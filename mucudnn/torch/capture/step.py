@@ -241,6 +241,8 @@ def _trace(
     finally:
         shapes.release_inputs()
     reads = recorder.finish(tracer.effects)
+    recorder.release()
+    tracer.effects = ()
     _check_trained(module, optimizer, parts)
     tracer.averages.written(module.graph)
     if sharding is not None:
@@ -433,14 +435,20 @@ class _Tracer:
         return [loss, *(tensor.detach() for tensor in computed), *last]
 
     @contextmanager
-    def noting_changes(self) -> Iterator[None]:
-        """Note the first piece of state that is changed within this context."""
+    def noting_changes(self, preserves: bool) -> Iterator[None]:
+        """Note the first piece of state that is changed within this context.
+
+        Args:
+            preserves: Whether random numbers are no change.
+        """
 
         def values() -> dict[Any, tuple[str, Any]]:
-            found = {
+            found: dict[Any, tuple[str, Any]] = {
                 name: (f"buffer {name.partition('.')[2]!r}", from_fun(buffer))
                 for name, buffer in self.root.named_buffers()
             }
+            if not preserves:
+                found[_draws] = "the state of PyTorch's generator", _draws()
             return {**self.recorder.changes(), **found}
 
         before = values()
@@ -668,6 +676,13 @@ def nesting_of(
         return nested
 
     return nest(value), tensors, stored
+
+
+def _draws() -> int:
+    """Return how many of the nodes recorded so far draw random numbers."""
+    seeded = torch.Tag.nondeterministic_seeded
+    nodes = get_proxy_mode().tracer.graph.nodes
+    return sum(seeded in getattr(node.target, "tags", ()) for node in nodes)
 
 
 def _names_now() -> frozenset[str]:

@@ -656,7 +656,7 @@ class LiveParts:
         values = "".join(f"{term}, " for term in terms)
         source = f"def lookup(entries{defaults}):\n{unpacked}  return ({values})\n"
         exec(compile(source, "<mucudnn lookup>", "exec"), held)
-        return held["lookup"]  # type: ignore[no-any-return]
+        return held.pop("lookup")  # type: ignore[no-any-return]
 
     def _as_tensor(self, place: int, number: Any) -> torch.Tensor:
         """Return a number in a tensor that stays while the number does."""
