@@ -94,7 +94,7 @@ def seeding_refused() -> Iterator[None]:
     A planned step draws the numbers that follow on those of the step before.
     """
     before: Any = torch.random.default_generator
-    torch.random.default_generator = _Stateless(before)  # type: ignore[assignment]
+    torch.random.default_generator = _Stateless(before)
     try:
         yield
     finally:

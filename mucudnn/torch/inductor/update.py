@@ -517,9 +517,9 @@ def _bound_call(found: _Kernel, group: _Group, size: int) -> Call:
         raise NotCompiledError(f"an update of {size} elements is not a single kernel")
     body = []
     if numbers:
-        places = map(group.numbers.index, group.scalars)
-        if found.dtype is torch.float32 and group.scalars:
-            fails = " or ".join(f"{_MOST!r} < abs(n{i}) < inf" for i in places)
+        checked = [group.numbers.index(number) for number in group.scalars]
+        if found.dtype is torch.float32 and checked:
+            fails = " or ".join(f"{_MOST!r} < abs(n{i}) < inf" for i in checked)
             body.append(f"if {fails}: raise RuntimeError({_OVERFLOW!r})")
         code = "d" if found.dtype is torch.float64 else "f"
         values = f"array({code!r}, ({', '.join(numbers)},))"
