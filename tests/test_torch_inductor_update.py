@@ -313,6 +313,14 @@ def test_a_kernel_with_other_bits_is_dropped(monkeypatch):
     assert step.plan.kernels
 
 
+def test_a_rate_above_the_numbers_of_the_type_is_refused_as_by_eager_mode():
+    model, batch = words()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e39)
+    step = mt.train_step(model, loss_of, optimizer, cache=None, inductor=True)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        step(*batch)
+
+
 def test_inductor_writes_products_as_before_once_updates_are_compiled():
     functions = [vars(o).get("fma") for o in (CppOverrides, CppVecOverrides)]
     with update._fused_products():

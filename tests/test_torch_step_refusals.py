@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from mucudnn.errors import PlanningError, UnsupportedError
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.ao.quantization import FakeQuantize  # noqa: E402
 from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mucudnn.torch as mt  # noqa: E402
 from tests.torch_step_cases import Whole  # noqa: E402
@@ -86,9 +89,9 @@ def own_generator(s, x):
 
 
 def seeded(s, x):
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        noise = torch.rand(4, 8)  # LINE
+    with torch.random.fork_rng():  # LINE
+        torch.manual_seed(3)  # LINE
+        noise = torch.rand(4, 8)
     return (s.m[0](x) + noise).sum()
 
 
@@ -122,7 +125,7 @@ AT_LINES = {
     nested: r"nested.*padding",
     quantized: r"quantize_per_tensor.*fake quantization",
     own_generator: r"its own random generator",
-    seeded: r"sets the state of PyTorch's generator",
+    seeded: r"reads or sets the state of PyTorch's generator",
     branched: r"calls cond.*torch\.where",
     elsewhere_by_a_view: r"modifies a tensor that is not a parameter or buffer",
     elsewhere: r"modifies a tensor that is not a parameter or buffer",
@@ -265,6 +268,49 @@ def test_what_a_step_prints_only_when_it_is_captured_is_announced(loss):
     step = mt.train_step(model, loss, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.warns(UserWarning, match=rf"prints or logs .*in {loss.__name__}"):
         step(torch.randn(3, 4), torch.randn(3, 2))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.LayerNorm(4)], ids=repr)
+def test_what_a_checkpoint_changes_twice_in_eager_mode_is_announced(norm):
+    def forward(s, x):
+        return checkpoint(s.m[0], x, use_reentrant=False).sum()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step_of(Whole(forward, norm))(torch.randn(3, 4))
+    said = [w for w in caught if "checkpoint changes buffer" in str(w.message)]
+    assert len(said) == isinstance(norm, nn.BatchNorm1d)
+
+
+def test_parameters_that_no_optimizer_has_any_more_are_announced():
+    model = nn.Linear(4, 4)
+    step = step_of(model, torch.Tensor.sum)
+    step(torch.ones(2, 4))
+    model.load_state_dict(model.state_dict(), assign=True)
+    with pytest.warns(UserWarning, match="do not update 2 .* create a new optimizer"):
+        step(torch.ones(2, 4))
+
+
+def test_a_step_within_another_one_is_refused():
+    inner, outer = nn.Linear(4, 4), nn.Linear(4, 4)
+    step = step_of(inner, torch.Tensor.sum)
+    with pytest.raises(UnsupportedError, match="one after the other"):
+        step_of(outer, lambda out: out.sum() + step(out.detach()))(torch.ones(2, 4))
+
+
+def test_nested_tensors_are_left_to_eager_mode():
+    batch = torch.nested.nested_tensor(
+        [torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged
+    )
+    with pytest.warns(UserWarning, match="eager mode: the batch has a nested tensor"):
+        step_of(nn.Linear(4, 4), lambda out: out.values().sum())(batch)
+
+
+def test_a_branch_without_a_line_of_the_user_names_the_module():
+    with pytest.raises(UnsupportedError, match=r"a tensor \(in \w+\.\w+\); use"):
+        step_of(nn.Sequential(nn.Linear(4, 4), FakeQuantize()), torch.Tensor.sum)(
+            torch.ones(2, 4)
+        )
 
 
 def test_a_batch_that_is_computed_with_gradients_is_announced():

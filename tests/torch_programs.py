@@ -378,6 +378,7 @@ def state_of(training: Training) -> dict[str, Any]:
     for i, leaf in enumerate(pytree.tree_leaves(list(training.batches))):
         found[f"batch {i}"] = leaf
     found["watched"] = training.watched()
+    found["generator"] = torch.get_rng_state()
     return {name: copied(value) for name, value in found.items()}
 
 

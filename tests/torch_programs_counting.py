@@ -675,6 +675,11 @@ def by_chance(name: str, draw: Callable[[Any], Callable[[], float]]) -> None:
     PROGRAMS(build, name=name, changes_in_step=True)
 
 
+def forked() -> torch.Tensor:
+    with torch.random.fork_rng():
+        return torch.rand(())
+
+
 by_chance("python_random", lambda _: random.random)
 by_chance("python_random_named_inside", lambda _: lambda: random.random())
 by_chance("python_random_object", lambda _: random.Random(0).random)
@@ -692,6 +697,7 @@ by_chance(
 )
 by_chance("torch_tensor_drawn", lambda _: lambda: torch.rand(()))
 by_chance("seeded_inside", lambda _: lambda: (torch.manual_seed(3), torch.rand(()))[1])
+by_chance("forked_inside", lambda _: forked)
 by_chance("initial_seed", lambda _: lambda: torch.initial_seed() % 7)
 
 

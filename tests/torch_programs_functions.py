@@ -538,6 +538,70 @@ def cache_by_argument():
     return lambda out, y: entropy(out, y) * rate("w"), change
 
 
+@same_plan
+def cache_filled_with_a_tensor():
+    @functools.lru_cache
+    def places(count, *, scale=0.1):
+        return torch.arange(count) * scale if count < 4 else places(2).repeat(2)
+
+    return lambda out, y: entropy(out + places(4), y), never
+
+
+@of_loss
+def cache_filled_anew():
+    rates = [1.0]
+
+    @functools.cache
+    def rate():
+        return torch.tensor(rates[0])
+
+    def change():
+        rates[0] = 3.0
+        rate.cache_clear()
+        rate()
+
+    return lambda out, y: entropy(out, y) * rate(), change
+
+
+@of_loss
+def cache_filled_with_random_numbers():
+    @functools.cache
+    def noise(count):
+        return torch.rand(count)
+
+    return lambda out, y: entropy(out + noise(4), y), never
+
+
+@of_loss
+def cache_filled_with_a_result():
+    @functools.cache
+    def first(_):
+        return results[-1].detach().clone()
+
+    results = []
+
+    def loss(out, y):
+        results[:] = [out]
+        return entropy(out + first(0), y)
+
+    return loss, never
+
+
+@of_loss
+def cache_of_a_function_of_c():
+    places = functools.cache(torch.arange)
+    return lambda out, y: entropy(out + places(4), y), never
+
+
+@planned
+def cached_list_changes():
+    @functools.lru_cache
+    def rates():
+        return [1.0]
+
+    return lambda out, y: entropy(out, y) * rates()[0], lambda: rates().insert(0, 3.0)
+
+
 @of_loss
 def mode_by_text_of_a_function():
     def loss(out, y):

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn, optim
 from torch.nn import functional
@@ -19,6 +20,7 @@ from tests.torch_programs import (
     Training,
     convolutional,
     images,
+    nothing,
     perceptron,
     sgd,
     trained,
@@ -119,6 +121,10 @@ def adam(model: nn.Module, **others: Any) -> Any:
     return optim.Adam(model.parameters(), 0.01, **others)
 
 
+def adamw(model: nn.Module, rate: Any = 0.03) -> Any:
+    return optim.AdamW(model.parameters(), rate)
+
+
 optimized("rate_set", group_set(lr=0.03), keeps_plan=True)
 optimized("rate_becomes_a_tensor", group_set(lr=torch.tensor(0.03)))
 optimized(
@@ -126,6 +132,23 @@ optimized(
     lambda o: o.param_groups[0]["lr"].mul_(0.5),
     lambda m: optim.SGD(m.parameters(), torch.tensor(0.1)),
     keeps_plan=True,
+)
+optimized("rate_becomes_a_number_of_numpys", group_set(lr=np.float32(0.03)), adamw)
+optimized(
+    "rate_is_a_number_of_numpys",
+    nothing,
+    functools.partial(adamw, rate=np.float16(0.03)),
+)
+optimized(
+    "rate_in_double_precision",
+    nothing,
+    functools.partial(adamw, rate=np.float64(0.03)),
+    is_planned=True,
+)
+optimized(
+    "differentiable",
+    nothing,
+    lambda m: optim.SGD(m.parameters(), 0.1, differentiable=True),
 )
 optimized("rate_is_zero", group_set(lr=0.0), keeps_plan=True)
 optimized("weight_decay_set", group_set(weight_decay=0.3), is_planned=True)
@@ -731,6 +754,12 @@ def checkpointing_is_turned_on() -> Training:
     hidden = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
     model = Reading(read, hidden=hidden, saves=False)
     return trained(model, change=lambda: setattr(model, "saves", True))
+
+
+@PROGRAMS(is_planned=True)
+def loss_is_compiled() -> Training:
+    loss_fn = torch.compile(functional.cross_entropy, backend="eager")
+    return trained(perceptron(), loss_fn=loss_fn)
 
 
 @PROGRAMS

@@ -52,11 +52,17 @@ def line_of_function(code: CodeType) -> str:
 
 
 def line_of_traceback(traceback: TracebackType | None) -> str:
-    """Return the last user line of a traceback: " (FILE:LINE, in FUNCTION)", or ""."""
-    found = ""
+    """Return the last user line of a traceback: " (FILE:LINE, in FUNCTION)".
+
+    If there is none, return the last method of a module, " (in CLASS.METHOD)", or "".
+    """
+    found = within = ""
     for frame, line in walk_tb(traceback):
         found = _line_of_frame(frame, line) or found
-    return found
+        own = frame.f_locals.get("self")
+        if isinstance(own, torch.nn.Module):
+            within = f" (in {type(own).__name__}.{frame.f_code.co_name})"
+    return found or within
 
 
 def is_raised_by_user(error: BaseException) -> bool:

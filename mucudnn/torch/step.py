@@ -14,7 +14,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -203,11 +203,13 @@ def train_step(
 
     Under `torch.autocast` the model and the loss are cast; gradients and the update are
     computed outside of it, as PyTorch recommends. Results equal those of eager mode,
-    bit for bit, with three exceptions: in-place operations on a part of a tensor write
+    bit for bit, with four exceptions: in-place operations on a part of a tensor write
     to memory of their own, and kernels may round strided memory differently from dense
-    memory (the sigmoids of `nn.GRU` do, unless its width is a multiple of 32); the
-    gradient of a product (`prod`) is always computed as if the product had zeros; and
-    an optimizer with `fused=True` updates CPU models by PyTorch's plain operations.
+    memory (the sigmoids of `nn.GRU` and `nn.GRUCell` do, unless their width is a
+    multiple of 32); the gradient of a product (`prod`) is always computed as if the
+    product had zeros; an optimizer with `fused=True` updates CPU models by PyTorch's
+    plain operations; and the function of a checkpoint runs once, so that running
+    statistics within it change once, too, where eager mode changes them twice.
 
     Args:
         model: The model to train. Under `fully_shard` or `DistributedDataParallel` all
@@ -565,6 +567,11 @@ class TrainStep:
                 "the step was called with gradients disabled, as within "
                 "torch.no_grad(); call it outside"
             )
+        if any(tensor.is_nested for tensor in batch.tensors):
+            raise UnsoundCaptureError(
+                "the batch has a nested tensor, which is not captured; use padding and "
+                "a mask"
+            )
         if any(map(is_lazy, self._model.parameters())):
             raise UnsoundCaptureError(
                 "the model has uninitialized lazy parameters; call the model once on "
@@ -578,6 +585,7 @@ class TrainStep:
             )
             given = [*live.tensors(), *batch.tensors]
             check_devices(given)
+            self._warn_if_not_updated(live.parts.parameters)
             try:
                 with exclusive_capture(), forked_generators(given):
                     captured, planned = self._plan(live, batch)
@@ -619,6 +627,13 @@ class TrainStep:
         self._shared_captures += 1
         number = self._shared_captures
         variant = Variant(batch.kind, live, guards, captured, planned, number)
+        if repeats := captured.reads.repeats:
+            self._warn(
+                "repeats",
+                f"the function of a checkpoint changes {repeats}: eager mode does so "
+                "twice, as it computes the function again for the backward pass, and "
+                "planned steps once, as without the checkpoint",
+            )
         if captured.reads.transient:
             self._count_transient(captured, live)
         else:
@@ -749,6 +764,23 @@ class TrainStep:
         if message := replace(plan, unforeseen_bytes=unforeseen).reserved_warning:
             # A run is deeper in the stack than planning.
             self._warn(f"reserved {unforeseen > 0}", message, 8 if unforeseen else 4)
+
+    def _warn_if_not_updated(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Warn, once, if the model has other parameters than the optimizer."""
+        groups = self._optimizer.param_groups
+        updated = {id(p) for group in groups for p in group["params"]}
+        others = len(updated.difference(map(id, parameters.values())))
+        missing = sum(
+            p.requires_grad and id(p) not in updated for p in parameters.values()
+        )
+        if others and missing:
+            self._warn(
+                "not updated",
+                f"steps do not update {missing} parameters of the model, as in eager "
+                f"mode: the optimizer has {others} that are not in the model, which "
+                "replaced them, as load_state_dict(assign=True) does; create a new "
+                "optimizer and a new step",
+            )
 
     def _together(self, batch: Batch) -> AbstractContextManager[None]:
         """Have all ranks capture one step, or none; an error of one ends all."""

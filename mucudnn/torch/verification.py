@@ -72,7 +72,8 @@ class VerifiedStep:
             group.get("fused") and any(p.is_cpu for p in group["params"])
             for group in groups
         )
-        if not exact or any(isinstance(m, torch.nn.GRU) for m in root.modules()):
+        units = torch.nn.GRU, torch.nn.GRUCell
+        if not exact or any(isinstance(m, units) for m in root.modules()):
             noisy = self._eager_results(kept, [*root.parameters(), *tensors])
             noise = {n: _allowed(wanted[n], noisy.get(n, _MISSING)) for n in wanted}
         result = planned()

@@ -223,7 +223,8 @@ def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
     defaults = ", ".join(f"{key}={key}" for key in held)
     source = f"def holds({defaults}):\n{''.join(lines)}  return True\n"
     exec(compile(source, "<mucudnn guards>", "exec"), held)
-    return held["holds"]  # type: ignore[no-any-return]
+    # The function would hold itself, and thereby all values until they are collected.
+    return held.pop("holds")  # type: ignore[no-any-return]
 
 
 _BY_IDENTITY = (Kind.ENTRY, Kind.SLOT, Kind.CELL)

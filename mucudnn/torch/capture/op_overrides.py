@@ -2,27 +2,30 @@
 
 The planner decides what is recomputed. A checkpoint in the model would be captured as
 two computations, with different random numbers, so checkpoints are turned off; the step
-computes the same without them. `Module.compile` is undone for the same reason.
+computes the same without them. `torch.compile` is undone for the same reason.
 """
 
 import builtins
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo.config
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import checkpoint
 
+from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.reads import ReadRecorder
 from mucudnn.torch.source_lines import line_now
 
 
 @contextmanager
 def uncompiled(root: torch.nn.Module, recorder: ReadRecorder) -> Iterator[None]:
-    """Run modules that were compiled in place, by `Module.compile`, as written.
+    """Run what `torch.compile` and `Module.compile` have compiled as written.
 
     Args:
         root: Module that contains all modules.
@@ -33,7 +36,8 @@ def uncompiled(root: torch.nn.Module, recorder: ReadRecorder) -> Iterator[None]:
         recorder.lend(vars(module), "_compiled_call_impl", "what a module compiled")
         module._compiled_call_impl = None
     try:
-        yield
+        with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+            yield
     finally:
         for module, compiled in held:
             module._compiled_call_impl = compiled
@@ -67,27 +71,66 @@ def output_noted(recorder: ReadRecorder) -> Iterator[None]:
         logging.Logger.handle = handle  # type: ignore[method-assign]
 
 
-class _Plain:
-    """Replacement of the autograd function of a reentrant checkpoint."""
+class _Stateless:
+    """PyTorch's generator, whose state is unknown to the thread that captures."""
 
-    @staticmethod
-    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-        """Call the function without a checkpoint."""
-        return function(*args)
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._thread = threading.get_ident()
 
-
-def _plain(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-    """Replace the generator around a non-reentrant checkpoint."""
-    yield
+    def __getattr__(self, name: str) -> Any:
+        if threading.get_ident() == self._thread:
+            raise UnsupportedError(
+                f"the step reads or sets the state of PyTorch's generator{line_now()}, "
+                "as torch.manual_seed and fork_rng do; do so outside the step"
+            )
+        return getattr(self._generator, name)
 
 
 @contextmanager
-def plain_checkpoints() -> Iterator[None]:
-    """Make `torch.utils.checkpoint` call its function without a checkpoint."""
+def seeding_refused() -> Iterator[None]:
+    """Refuse a step that reads or sets the state of PyTorch's generator.
+
+    A planned step draws the numbers that follow on those of the step before.
+    """
+    before: Any = torch.random.default_generator
+    torch.random.default_generator = _Stateless(before)
+    try:
+        yield
+    finally:
+        torch.random.default_generator = before
+
+
+@contextmanager
+def plain_checkpoints(
+    noting: Callable[[bool], AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Make `torch.utils.checkpoint` call its function without a checkpoint.
+
+    Args:
+        noting: Notes what is changed within its context: eager mode runs the function
+            twice. It is told whether random numbers are the same then.
+    """
+
+    class Plain:
+        """Replacement of the autograd function of a reentrant checkpoint."""
+
+        @staticmethod
+        def apply(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+            with noting(preserves):
+                return function(*args)
+
+    def plain_generator(
+        _: Any, preserves: bool = True, *_args: Any, **_kwargs: Any
+    ) -> Iterator[None]:
+        """Replace the generator around a non-reentrant checkpoint."""
+        with noting(preserves):
+            yield
+
     plain = {
-        "CheckpointFunction": _Plain,
-        "_checkpoint_without_reentrant_generator": _plain,
-        "_checkpoint_without_reentrant_generator_impl": _plain,  # from 2.14 on
+        "CheckpointFunction": Plain,
+        "_checkpoint_without_reentrant_generator": plain_generator,
+        "_checkpoint_without_reentrant_generator_impl": plain_generator,  # from 2.14 on
     }
     before = {
         name: vars(checkpoint)[name] for name in plain if name in vars(checkpoint)

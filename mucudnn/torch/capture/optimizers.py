@@ -15,6 +15,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -51,8 +52,18 @@ _OWN = frozenset({"param_groups", "state", "_opt_called"})
 """Attributes of every optimizer that a step may change."""
 
 
+_DOUBLE = (float, int, np.float64)
+"""Types of numbers with which Python computes in double precision, as a graph does."""
+
+
 class UpdateNotRecordedError(UnsupportedError):
     """An optimizer's update depends on run-time values or on Python state."""
+
+
+def has_plain_rate(group: Mapping[str, Any]) -> bool:
+    """Return whether a graph computes with a group's learning rate as Python does."""
+    rate = group.get(_RATE, 0.0)
+    return type(rate) in _DOUBLE or isinstance(rate, torch.Tensor)
 
 
 @contextmanager
@@ -78,6 +89,7 @@ def swapped(
     others: list[dict[str, Any]] = []
     of_parameter: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     for i, group in enumerate(groups):
+        _check_group(group, i)
         mine = []
         for j, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
@@ -158,6 +170,25 @@ def _changed(key: str) -> UpdateNotRecordedError:
         "tensor or changes its shape; a counter stored as torch.tensor(0.0) "
         "could be recorded"
     )
+
+
+def _check_group(group: Mapping[str, Any], place: int) -> None:
+    """Refuse settings whose update a graph would compute in another way.
+
+    Raises:
+        UpdateNotRecordedError: The group has such a setting.
+    """
+    if not has_plain_rate(group):
+        raise UpdateNotRecordedError(
+            f"the learning rate of the optimizer's group {place} is a "
+            f"{type(group[_RATE]).__name__}, whose arithmetic differs from a float's; "
+            "use float(lr)"
+        )
+    if group.get("differentiable"):
+        raise UpdateNotRecordedError(
+            "the optimizer has differentiable=True, so that autograd records its "
+            "updates; create it without"
+        )
 
 
 def _one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Kind(enum.Enum):
     TYPE = "the class of an object"
     GENERATOR = "the state of a generator of random numbers"
     CONTEXT = "the value of a context variable"
-    CACHE = "how often a function with a cache was run"
+    CACHE = "what a function with a cache has computed"
     ASKED = "the value of a tensor that is no input of the step"
     SIZE = "how many entries a container has"
 
@@ -107,9 +107,7 @@ class Read:
                 key(holder, value)
             case Kind.CONTEXT if value is not MISSING:  # nothing can unset one
                 holder.set(value)
-            case Kind.CACHE:
-                holder.cache_clear()
-            case Kind.ASKED | Kind.SIZE | Kind.CONTEXT:
+            case Kind.ASKED | Kind.SIZE | Kind.CONTEXT | Kind.CACHE:
                 pass  # what these are about is put back by other places
 
 
@@ -169,9 +167,21 @@ def _content(cell: types.CellType, _: Any = None) -> Any:
         return MISSING
 
 
+def cached_in(function: Any) -> list[Any]:
+    """Return the keys and results that a function with a cache holds."""
+    found = []
+    for held in gc.get_referents(function):
+        if type(held) is dict and held is not vars(function):
+            # A cache of limited size has links here, and results beside the dict.
+            found += [v for v in held.values() if type(v).__name__ != "_lru_list_elem"]
+        elif held is not function.__wrapped__ and not isinstance(held, type | dict):
+            found.append(held)
+    return found
+
+
 def _cache_state(function: Any, _: Any = None) -> Any:
     info = function.cache_info()
-    return info.misses, info.currsize
+    return info.misses, info.currsize, tuple(sorted(map(id, cached_in(function))))
 
 
 def _random_state(holder: Any, _: Any = None) -> Any:

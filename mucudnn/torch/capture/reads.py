@@ -18,6 +18,9 @@ check that runs before every later step. Four rules make the notes complete:
 4. *Effects.* What the step changed is put back when the capture is over. Attributes
    that it only writes are written again after every run. If it changes what it also
    reads, as a counter does, the capture is valid for one run only (`Reads.transient`).
+5. *Caches.* A function with a cache that does not have a result yet is computed outside
+   of the capture, once, as in eager mode. Its result is a constant of the step, which
+   is valid while the cache holds the same results.
 
 Objects that are made within the step are the step's own and are not noted. Tensors are
 not compared by value: parameters, buffers and batches are inputs of the graph, and any
@@ -54,6 +57,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.python_state import (
@@ -62,6 +66,7 @@ from mucudnn.torch.capture.python_state import (
     Kind,
     Missing,
     Read,
+    cached_in,
     contents_of,
     dict_of_class,
     is_alike,
@@ -190,6 +195,7 @@ class Reads:
         constants: Tensors of the graph that are no inputs of it.
         transient: Why the capture is valid for one run only; empty if it is not.
         writes: Where the step prints or logs; empty if it does not.
+        repeats: What the function of a checkpoint changes; empty if nothing.
     """
 
     reads: Sequence[Read]
@@ -197,6 +203,7 @@ class Reads:
     constants: Sequence[torch.Tensor] = ()
     transient: str = ""
     writes: str = ""
+    repeats: str = ""
 
 
 class ReadRecorder:
@@ -217,6 +224,8 @@ class ReadRecorder:
         may_be_unread: Whether functions that may not run decide that the step cannot be
             captured, or for one run only.
         writes: Where the step prints or logs; empty if it does not.
+        repeats: What the function of a checkpoint changes; empty if nothing.
+        is_computing: Whether a function with a cache is computed on real tensors.
     """
 
     def __init__(
@@ -261,7 +270,9 @@ class ReadRecorder:
         profiled = sys.getprofile() is not None or threading.getprofile() is not None
         self._all_run = not watches_calls or profiled
         self.may_be_unread = False
-        self.writes = ""
+        self.writes = self.repeats = ""
+        self.is_computing = False
+        self._cached: dict[types.FunctionType, types.CodeType] = {}
 
     def __enter__(self) -> "ReadRecorder":
         self._structure = [
@@ -317,6 +328,8 @@ class ReadRecorder:
             threading.setprofile(None)
         self._paused = True
         threading.Thread.start = self._start  # type: ignore[method-assign]
+        for function, code in self._cached.items():
+            function.__code__ = code
         made = copyreg.__newobj__  # type: ignore[attr-defined]
         copyreg.__newobj__ = getattr(made, "__wrapped__", made)  # type: ignore[attr-defined]
         for module in self._namespaces:
@@ -342,10 +355,17 @@ class ReadRecorder:
         places = [
             read
             for at, read in (*self._reads.items(), *self._written.items())
-            if read.kind is not Kind.ASKED and at not in self._lent
+            if read.kind not in (Kind.ASKED, Kind.CACHE) and at not in self._lent
         ]
         found = [Effect(place, place.now()) for place in places]
         return [e for e in found if not is_same(e.after, e.place.value)]
+
+    def changes(self) -> dict[Any, tuple[str, Any]]:
+        """Return what the step reads and has changed so far: labels and values."""
+        before, read = self._paused, set(map(id, self._reads.values()))
+        changed = [e for e in self.effects() if id(e.place) in read]
+        self._paused = before
+        return {id(e.place): (e.place.label, e.after) for e in changed}
 
     def is_kept(self, value: Any) -> bool:
         """Return whether a container that the step stores was there before.
@@ -381,6 +401,9 @@ class ReadRecorder:
         ]
         # A generator that was not drawn from decides nothing.
         reads = [r for r in self._reads.values() if r.kind is not Kind.GENERATOR]
+        reads = [
+            replace(r, value=r.now()) if r.kind is Kind.CACHE else r for r in reads
+        ]
         for cls in self._users:
             held = dict_of_class(cls)
             label = f"the number of attributes of class {cls.__name__}"
@@ -396,7 +419,8 @@ class ReadRecorder:
         ]
         constants = tuple(self._constants.values())
         first = next(iter((*self._reasons, *reasons)), "")
-        return Reads(tuple(reads), tuple(effects), constants, first, self.writes)
+        said = first, self.writes, self.repeats
+        return Reads(tuple(reads), tuple(effects), constants, *said)
 
     def put_back(self, *, with_plain: bool = True) -> None:
         """Give all noted state the value that it had before the step.
@@ -408,6 +432,14 @@ class ReadRecorder:
             leaves = pytree.tree_leaves(effect.after)
             if with_plain or any(isinstance(v, torch.Tensor) for v in leaves):
                 effect.place.put(effect.place.value)
+        for read in self._reads.values():
+            # Caches of functions in Python were filled outside of the capture.
+            is_cache = read.kind is Kind.CACHE
+            if is_cache and read.holder.__wrapped__ not in self._cached:
+                if read.now() == read.value:
+                    continue
+                read.holder.cache_clear()
+                self._opaque = _CACHE.format(read.label, "is not in Python")
         for held, before, kind in self._structure:
             changed = held.keys() ^ before.keys()
             changed |= {
@@ -420,6 +452,11 @@ class ReadRecorder:
                 )
             held.clear()
             held.update(before)
+
+    def release(self) -> None:
+        """Drop what was noted: tracers live until they are collected."""
+        for noted in (self._alive, self._reads, self._written, self._constants):
+            noted.clear()
 
     def lend(self, holder: dict[str, Any], key: str, label: str) -> None:
         """Note an entry that the capture itself is about to replace for a while."""
@@ -540,7 +577,7 @@ class ReadRecorder:
         if not isinstance(obj, torch.optim.Optimizer) or name not in _OPTIMIZER_PARTS:
             return False
         if not self.in_update and name == "state":
-            self._refuse("the optimizer's state, which the passes read,")
+            self._refuse("the passes read the optimizer's state")
         for group in held[name] if not self.in_update and name != "_opt_called" else ():
             for key in group:
                 label = f"{key!r} of a group of the optimizer"
@@ -750,9 +787,12 @@ class ReadRecorder:
             what = f"context variable {value.name!r}"
             self._take(self._note(Kind.CONTEXT, value, None, what), what)
         elif isinstance(value, functools._lru_cache_wrapper):
-            if not _is_unseen(value):
+            written = isinstance(value.__wrapped__, types.FunctionType)
+            if not _is_unseen(value) or not written:
                 self._note(Kind.CACHE, value, None, f"the cache of {label}")
-                self._take(value.__wrapped__, label)
+                for held in cached_in(value):
+                    self._take(held, f"a result of {label}")
+                self._compute_outside(value.__wrapped__, label)
         elif _is_python_class(kind):
             if isinstance(value, nn.Module) and id(value) not in self._own:
                 for structure in sorted(_STRUCTURE):
@@ -762,6 +802,57 @@ class ReadRecorder:
                 self._watch_class(kind)
         elif not _is_unseen(kind):
             self._refuse(f"{label} is a {kind.__module__}.{kind.__qualname__}")
+
+    def _compute_outside(self, function: Any, label: str) -> None:
+        """Have a function, whose results are cached, run outside of the capture."""
+        if not isinstance(function, types.FunctionType) or function in self._cached:
+            return
+        whole = types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        whole.__kwdefaults__ = function.__kwdefaults__
+
+        def compute(args: Any, kwargs: Any) -> Any:
+            if self._is_elsewhere() or self.is_computing:
+                return whole(*args, **kwargs)
+            return self._computed(functools.partial(whole, *args, **kwargs), label)
+
+        self._note(Kind.SLOT, function, "__code__", f"the code of {label}")
+        self._lent.add((id(function), "__code__"))
+        self._cached[function] = function.__code__
+        function.__code__ = _code_calling(compute, len(function.__code__.co_freevars))
+
+    def _computed(self, function: Callable[[], Any], label: str) -> Any:
+        """Return what a function computes on real tensors, as in eager mode.
+
+        Raises:
+            UnsoundCaptureError: It draws random numbers, whose order would differ, or
+                it needs a tensor of the step.
+        """
+        before, why = self._paused, ""
+        self._paused = self.is_computing = True
+        try:
+            with _disable_current_modes():
+                states = _generator_states()
+                found = function()
+                if states != _generator_states():
+                    why = "draws random numbers"
+            if any(map(_is_traced, pytree.tree_leaves(found))):
+                why = "returns a tensor of the step"
+        except Exception as e:
+            own = "FunctionalTensor" in str(e)
+            why = "needs a tensor of the step" if own else f"cannot run outside: {e}"
+            raise UnsoundCaptureError(_CACHE.format(label, why)) from e
+        finally:
+            self._paused, self.is_computing = before, False
+        if why:
+            raise UnsoundCaptureError(_CACHE.format(label, why))
+        self._take(found, f"a result of {label}")
+        return found
 
     def _may_run_once(self, reason: str) -> None:
         """Note why the capture is valid for one run, if this part of the step runs."""
@@ -839,7 +930,7 @@ class ReadRecorder:
     def _watch_calls(self, frame: types.FrameType, event: str, _: object) -> None:
         """Note what a function reads before it runs (see `sys.setprofile`)."""
         code = frame.f_code
-        if event != "call" or id(code) in self._ran:
+        if event != "call" or id(code) in self._ran or self.is_computing:
             return
         self._ran.add(id(code))
         self._alive.append(code)  # so that no other code gets its identity
@@ -884,7 +975,7 @@ class ReadRecorder:
             while self._waiting:
                 for other in self._waiting.popitem()[1]:
                     self._runs(other)
-        if "cache_info" in texts:  # a capture empties the caches that it fills
+        if "cache_info" in texts:  # planned steps do not ask the caches
             self._refuse(f"{name} reads the state of a cache{where}")
         if reading := sorted(_READS_FILES & texts):
             self._may_run_once(f"it calls {reading[0]}(){where}")
@@ -991,6 +1082,39 @@ class ReadRecorder:
 
         module.__class__ = Noting
         self._namespaces.append(module)
+
+
+_CACHE = (
+    "the step fills {}, a function with a cache, which {}; call it once before the step"
+)
+
+
+def _code_calling(function: Callable[[Any, Any], Any], count: int) -> types.CodeType:
+    """Return a code that passes all arguments to a function.
+
+    Args:
+        function: Called with a tuple and a dict of arguments.
+        count: Number of free variables, which the code of a function cannot change.
+    """
+    free = ", ".join(f"v{i}" for i in range(count))
+    source = (
+        f"def outer({free}):\n  def inner(*args, **kwargs):\n    call = 'function'\n"
+        f"    return call(args, kwargs)\n    ({free})\n  return inner\n"
+    )
+    space: dict[str, Any] = {}
+    exec(compile(source, __file__, "exec"), space)
+    code: types.CodeType = space["outer"](*range(count)).__code__
+    consts = (function if c == "function" else c for c in code.co_consts)
+    return code.replace(co_consts=tuple(consts))
+
+
+def _generator_states() -> list[Any]:
+    """Return the states of all generators that every function may draw from."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    numpys = Read(Kind.GENERATOR, np.random, None, None, "").now()
+    return [*(state.tolist() for state in states), numpys, random.getstate()]
 
 
 def _hooks_of_all() -> dict[str, Any]:

@@ -118,7 +118,7 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
 
     def __init__(self, recorder: ReadRecorder, shapes: KnownShapes) -> None:
         super().__init__()
-        self._state = torch.get_rng_state()
+        self._state = torch.default_generator.get_state()
         self._shapes = shapes
         self._recorder = recorder
 
@@ -183,7 +183,8 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
                     "it uses its own random generator; only PyTorch's default "
                     "generator draws new numbers in every step"
                 )
-            if not torch.equal(self._state, torch.get_rng_state()):
+            now = torch.default_generator.get_state()
+            if not torch.equal(self._state, now):
                 return (
                     "the step sets the state of PyTorch's generator before it; call "
                     "torch.manual_seed outside the step"
@@ -267,6 +268,8 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
     ) -> Any:
         """Call a function, or its replacement."""
         kwargs = kwargs or {}
+        if self._recorder.is_computing:
+            return func(*args, **kwargs)
         if any(id(v) in self.stand_ins for v in pytree.tree_leaves((args, kwargs))):
             found = self.stand_ins
             args, kwargs = pytree.tree_map_only(
@@ -356,7 +359,7 @@ def saying_where() -> Iterator[None]:
         raise UnsupportedError(
             f"the step calls {e.func}{line_of_traceback(e.__traceback__)}: {reason}"
         ) from e
-    except RuntimeError as e:
+    except (RuntimeError, AssertionError) as e:
         if isinstance(e, NotImplementedError) and "rule registered for H" in str(e):
             raise UnsupportedError(
                 f"the step calls a Triton kernel{line_of_traceback(e.__traceback__)} "
@@ -368,6 +371,12 @@ def saying_where() -> Iterator[None]:
                 "the step makes a call that cannot be "
                 f"captured{line_of_traceback(e.__traceback__)}: {e}; make it outside "
                 "the step"
+            ) from e
+        if "FunctionalTensor" in str(e) or "functional_mode" in str(e):
+            raise UnsoundCaptureError(
+                "the step computes where it cannot be "
+                f"captured{line_of_traceback(e.__traceback__)}, as a tensor subclass "
+                "or another thread may; use plain tensors in the thread of the step"
             ) from e
         if "data is not allocated yet" not in str(e):
             raise

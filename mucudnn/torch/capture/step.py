@@ -32,6 +32,7 @@ from mucudnn.torch.capture.op_overrides import (
     CountedAverages,
     output_noted,
     plain_checkpoints,
+    seeding_refused,
     uncompiled,
 )
 from mucudnn.torch.capture.optimizers import StateKey, UpdateNotRecordedError, swapped
@@ -66,6 +67,7 @@ from mucudnn.torch.distributed.sharding import (
 )
 from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.internals import without_wrapped_functions
+from mucudnn.torch.interrupts import uninterrupted
 from mucudnn.torch.source_lines import storage_of
 
 Gradients = dict[str, torch.Tensor | None]
@@ -210,11 +212,14 @@ def _trace(
     recorder = tracer.recorder
     try:
         with (
+            # PyTorch's modes do not survive a Ctrl-C that comes as they begin or end.
+            uninterrupted(),
             recorder,
             tracer.averages.marked(recorder),
             uncompiled(tracer.root, recorder),
             output_noted(recorder),
-            plain_checkpoints(),
+            plain_checkpoints(tracer.noting_changes),
+            seeding_refused(),
             without_collectives(root),
             mode,
             torch.enable_grad(),
@@ -234,6 +239,8 @@ def _trace(
     finally:
         shapes.release_inputs()
     reads = recorder.finish(tracer.effects)
+    recorder.release()
+    tracer.effects = ()
     _check_trained(module, optimizer, parts)
     tracer.averages.written(module.graph)
     if sharding is not None:
@@ -421,6 +428,29 @@ class _Tracer:
             beside, inputs, self.recorder.is_kept
         )
         return [loss, *(tensor.detach() for tensor in computed), *last]
+
+    @contextmanager
+    def noting_changes(self, preserves: bool) -> Iterator[None]:
+        """Note the first piece of state that is changed within this context.
+
+        Args:
+            preserves: Whether random numbers are no change.
+        """
+
+        def values() -> dict[Any, tuple[str, Any]]:
+            found: dict[Any, tuple[str, Any]] = {
+                name: (f"buffer {name.partition('.')[2]!r}", from_fun(buffer))
+                for name, buffer in self.root.named_buffers()
+            }
+            if not preserves:
+                found[_draws] = "the state of PyTorch's generator", _draws()
+            return {**self.recorder.changes(), **found}
+
+        before = values()
+        yield
+        for place, (label, value) in values().items():
+            if place not in before or not is_same(value, before[place][1]):
+                self.recorder.repeats = self.recorder.repeats or label
 
     def _passes(
         self,
@@ -688,6 +718,13 @@ def nesting_of(
         return nested
 
     return nest(value), tensors, stored
+
+
+def _draws() -> int:
+    """Return how many of the nodes recorded so far draw random numbers."""
+    seeded = torch.Tag.nondeterministic_seeded
+    nodes = get_proxy_mode().tracer.graph.nodes
+    return sum(seeded in getattr(node.target, "tags", ()) for node in nodes)
 
 
 def _names_now() -> frozenset[str]:

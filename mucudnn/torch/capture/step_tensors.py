@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import dict_version
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mucudnn.arguments import check_function, check_integer, check_number, check_type
 from mucudnn.errors import UnsupportedError
-from mucudnn.torch.capture.optimizers import make_state
+from mucudnn.torch.capture.optimizers import has_plain_rate, make_state
 from mucudnn.torch.capture.python_state import Kind, Read
 from mucudnn.torch.distributed.sharding import groups_of, local_of
+from mucudnn.torch.source_lines import line_now
 
 _DECIDED = (bool, str, type(None))
 """Types whose values are part of a plan."""
@@ -45,12 +47,18 @@ class Batch:
 
         Raises:
             TypeError: An argument is no tensor, bool, str or None.
-            UnsupportedError: The call is within `torch.inference_mode()`.
+            UnsupportedError: The call is within `torch.inference_mode()`, or within
+                a step that is captured.
         """
         if torch.is_inference_mode_enabled():
             raise UnsupportedError(
                 "the step was called within torch.inference_mode(), which disables "
                 "gradients; call it outside"
+            )
+        if get_proxy_mode() is not None:
+            raise UnsupportedError(
+                f"a step is called within another one{line_now()}, which is captured; "
+                "call one after the other"
             )
         if not args and not kwargs:
             raise TypeError(
@@ -589,6 +597,9 @@ class LiveParts:
                 label = f"{key!r} of the optimizer's group {i}"
                 if (id(group), key) in floats:
                     continue
+                if key == "lr" and recorded:
+                    what = f"whether {label} is a float"
+                    self._note(Kind.ASKED, group, has_plain_rate, what)
                 if key == "params" or (recorded and key != "lr"):
                     self._note(Kind.ENTRY, group, key, label)
                 if isinstance(value, list) and (key == "params" or recorded):
@@ -645,7 +656,7 @@ class LiveParts:
         values = "".join(f"{term}, " for term in terms)
         source = f"def lookup(entries{defaults}):\n{unpacked}  return ({values})\n"
         exec(compile(source, "<mucudnn lookup>", "exec"), held)
-        return held["lookup"]  # type: ignore[no-any-return]
+        return held.pop("lookup")  # type: ignore[no-any-return]
 
     def _as_tensor(self, place: int, number: Any) -> torch.Tensor:
         """Return a number in a tensor that stays while the number does."""

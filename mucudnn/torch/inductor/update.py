@@ -78,6 +78,11 @@ _BLOCK = 1 << 15
 _TRIED = 50021
 """Elements that are compared with eager mode: blocks, and a part of a vector."""
 
+_MOST = torch.finfo(torch.float32).max
+
+_OVERFLOW = "value cannot be converted to type float without overflow"
+"""Error of PyTorch for a finite number above `_MOST`."""
+
 _DRAWS = 256
 """Draws of single values until numbers that follow from them are real."""
 
@@ -144,6 +149,7 @@ class _Group:
         outputs: Tensors that others read; new values of inputs come first.
         stores: Input that each of the first outputs is the new value of.
         numbers: Numbers that the kernel reads, with operands by name.
+        scalars: Those of them that eager mode refuses if they overflow.
         layouts: Layouts of all tensors that the kernel reads or writes.
     """
 
@@ -153,6 +159,7 @@ class _Group:
     outputs: Sequence[str]
     stores: Sequence[str]
     numbers: Sequence[Number]
+    scalars: Sequence[Number]
     layouts: Mapping[str, Layout]
 
 
@@ -275,9 +282,10 @@ def _described(
     members = {node.name for node in nodes}
     made = {name for node in nodes for name in node.outputs}
     read = dict.fromkeys(n for node in nodes for n in node.inputs if n not in made)
-    leaves = [
-        leaf for node in nodes for leaf in _leaves(_named_arguments(lowered, node))
-    ]
+    arguments = [_named_arguments(lowered, node) for node in nodes]
+    leaves = _leaves(arguments)
+    # A second operand that is a number is a tensor to PyTorch, others are scalars.
+    scalars = _leaves([(args[2:], kwargs) for args, kwargs in arguments])
     operands = {leaf.name for leaf in leaves if isinstance(leaf, Named)}
     kernel = [name for name in read if name in operands]
     others = {
@@ -303,6 +311,7 @@ def _described(
         [*stored, *(name for name in outputs if name not in stored)],
         [stores[name] for name in stored],
         list(dict.fromkeys(filter(_is_number, leaves))),
+        list(dict.fromkeys(filter(_is_number, scalars))),
         mine,
     )
 
@@ -510,6 +519,10 @@ def _bound_call(found: _Kernel, group: _Group, size: int) -> Call:
         raise NotCompiledError(f"an update of {size} elements is not a single kernel")
     body = []
     if numbers:
+        checked = [group.numbers.index(number) for number in group.scalars]
+        if found.dtype is torch.float32 and checked:
+            fails = " or ".join(f"{_MOST!r} < abs(n{i}) < inf" for i in checked)
+            body.append(f"if {fails}: raise RuntimeError({_OVERFLOW!r})")
         code = "d" if found.dtype is torch.float64 else "f"
         values = f"array({code!r}, ({', '.join(numbers)},))"
         body.append(f"numbers = torch.frombuffer({values}, dtype={found.dtype})")
@@ -528,7 +541,7 @@ def _bound_call(found: _Kernel, group: _Group, size: int) -> Call:
         assigned = [f"r{i} = {each}" for i, each in enumerate(memory)]
         returned = f"return {', '.join(results.values())},"
         lines = [*body, *assigned, call, returned]
-        space = {**found.half.space, "array": array}
+        space = {**found.half.space, "array": array, "inf": math.inf}
         functions.append(define([*tensors, *numbers], lines, space, line.kernel))
     places = {name: i for i, name in enumerate(group.inputs)}
     return Call(
