@@ -33,7 +33,7 @@ from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults
 from mucudnn.torch.capture.joint import BySize, Joint, has_symbols
 from mucudnn.torch.costs.measure import WrongResultsError
-from mucudnn.torch.execution.bound_step import Halves, Watch, bind_halves, runner_of
+from mucudnn.torch.execution.bound_step import Halves, bind_halves, runner_of
 from mucudnn.torch.execution.cuda_memory import watching_reserved
 from mucudnn.torch.internals import (
     aot_compiled,
@@ -91,8 +91,10 @@ def backend(
 
     The budget counts the memory of one compiled graph, forward and backward: its
     parameters and buffers, activations, gradients, results and scratch memory. It does
-    not count other inputs, incoming gradients and optimizer state. Without gradients
-    nothing is planned.
+    not count other inputs, incoming gradients and optimizer state. It counts one run of
+    a graph: a warning says, once, if saved tensors of several are in memory at once, as
+    of a model that is called twice for one loss. Without gradients nothing is planned
+    or compiled: a graph runs operation by operation.
 
     The graphs of a model with graph breaks share the budget: a graph that ends in a
     break gets a third of the remaining budget, or its minimum, and the last one gets
@@ -107,8 +109,10 @@ def backend(
     `plans` or `peak_bytes` warns if nothing was planned.
 
     Each batch size has its own plan, made when the size is first seen; sizes count as
-    versions only with `dynamic=False`. With `retain_graph=True` gradients are correct,
-    but tensors that the first backward pass would free stay in memory, beyond the plan.
+    versions only with `dynamic=False`. With symbolic sizes, each value of a number that
+    an operation needs, such as a dropout rate, has its own plan, too. With
+    `retain_graph=True` gradients are correct, but tensors that the first backward pass
+    would free stay in memory, beyond the plan.
 
     Results of a graph may be modified in place before the backward pass. If that pass
     reads them, autograd raises an error, as in eager mode. PyTorch 2.13 itself misses
@@ -217,9 +221,9 @@ class CompileBackend:
         self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
         self._split: tuple[Any, list[int]] = None, []
-        self._warned = self._warned_of_copies = False
+        self._warned = self._warned_of_runs = False
         self._plans: list[TorchPlan] = []
-        self._saved: dict[str, dict[int, StorageWeakRef]] = {}
+        self._saved: dict[str, list[StorageWeakRef]] = {}
         self._reasons_before = break_reasons()
         self._warned_of_eager = False
 
@@ -303,7 +307,7 @@ class CompileBackend:
 
         # A part is planned when it is first called: all others are known then.
         if parts or has_symbols(inputs):
-            return BySize(inputs, at_sizes)
+            return BySize(module, inputs, at_sizes)
         return self._compiled_whole(module, inputs, plain, static=False)
 
     @exclusive_capture()
@@ -372,9 +376,9 @@ class CompileBackend:
                     program.lowered, schedule, parts.count, program.copies
                 )
             if own and self._plan is _plan_graph and math.isfinite(self._budget.budget):
-                saved = self._saved.setdefault(source.function, {})
-                call = functools.partial(self._watch, source.name, saved)
-                halves = replace(halves, watch=Watch(parts.position(own[0]), call))
+                saved = self._saved.setdefault(source.function, [])
+                watch = functools.partial(self._watch, source.name, saved)
+                halves = replace(halves, watch=watch)
             if program.plan.device is not None and self._plan is _plan_graph:
                 report = functools.partial(_warn_if_reserved, source.name, program.plan)
                 watched = watching_reserved(program.plan.device, report)
@@ -397,29 +401,23 @@ class CompileBackend:
         return self._planned[key]
 
     def _watch(
-        self,
-        name: str,
-        saved: dict[int, StorageWeakRef],
-        parameter: torch.Tensor,
-        tensor: torch.Tensor,
+        self, name: str, saved: list[StorageWeakRef], tensor: torch.Tensor
     ) -> None:
-        """Warn, once, if a graph holds saved tensors of several layers at a time.
+        """Warn, once, if a graph holds saved tensors of several runs at a time.
 
         Args:
             name: The graph.
-            saved: Storage of a parameter -> a saved tensor of the last run with it.
-            parameter: One of the parameters of this run.
-            tensor: One of its saved tensors.
+            saved: Storages of one saved tensor of each earlier run, if still in use.
+            tensor: A saved tensor of the last run.
         """
-        layer = StorageWeakRef(parameter.untyped_storage()).cdata
-        for other in [key for key, ref in saved.items() if ref.expired()]:
-            del saved[other]
-        saved[layer] = StorageWeakRef(tensor.untyped_storage())
-        if len(saved) > 1 and not self._warned_of_copies:
-            self._warned_of_copies = True
+        saved[:] = [ref for ref in saved if not ref.expired()]
+        saved.append(StorageWeakRef(tensor.untyped_storage()))
+        if len(saved) > 1 and not self._warned_of_runs:
+            self._warned_of_runs = True
             warnings.warn(
-                f"{name} is the graph of several equal layers whose saved tensors are "
-                "in memory at once, and the budget counts one of them; "
+                f"saved tensors of {len(saved)} runs of {name} are in memory at once, "
+                "and the budget counts one run: each run needs its backward pass, or "
+                "torch.no_grad(), before the next one; for equal layers, "
                 "mt.compile_layers(layers, budget=...) counts every layer",
                 stacklevel=2,
             )

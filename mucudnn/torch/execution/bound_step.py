@@ -241,19 +241,6 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Watch:
-    """A function to call whenever a forward half has run.
-
-    Attributes:
-        parameter: Position of a parameter among the tensors that it takes.
-        call: Called with the parameter, and a tensor that the half has saved.
-    """
-
-    parameter: int
-    call: Callable[[torch.Tensor, torch.Tensor], None]
-
-
-@dataclass(frozen=True)
 class Halves:
     """The two compiled halves of a program.
 
@@ -261,7 +248,9 @@ class Halves:
         forward: The part up to the last forward node.
         backward: The rest.
         kept: The values that the forward half returns for the backward half.
-        watch: Called when the forward half has run, if anything is.
+        private: Position of one of them that is in memory of its own until the backward
+            pass: neither input nor result, and not on the host. None if there is none.
+        watch: Called with this value when the forward half has run.
     """
 
     forward: Segment
@@ -269,7 +258,8 @@ class Halves:
     kept: Sequence[CarriedValue]
     layouts: Mapping[str, Any]
     inputs: frozenset[str | None]
-    watch: Watch | None = None
+    private: int | None = None
+    watch: Callable[[torch.Tensor], None] | None = None
 
 
 def bind_halves(
@@ -289,7 +279,8 @@ def bind_halves(
     program.add_constants()
     program.write(schedule.instructions[:cut])
     program.wait_for_copies()
-    results = [program.result(r) for r in lowered.results[: count.results]]
+    forward_results = lowered.results[: count.results]
+    results = [program.result(r) for r in forward_results]
     read = _read_later(lowered, schedule, cut, count)
     kept = [
         c
@@ -308,7 +299,15 @@ def bind_halves(
         if given is not None
     ]
     backward = program.end_segment(results)
-    return Halves(forward, backward, kept, lowered.layouts, frozenset(lowered.inputs))
+    storages, given = schedule.graph.storages, frozenset(lowered.inputs)
+    others = {*given, *forward_results, *lowered.constants}
+    shared = {storages.get(name) for name in others if isinstance(name, str)}
+    private = (
+        i
+        for i, c in enumerate(kept)
+        if c.tensor and not c.host_bytes and storages[c.tensor] not in shared
+    )
+    return Halves(forward, backward, kept, lowered.layouts, given, next(private, None))
 
 
 def _cut(schedule: Schedule) -> int:
@@ -366,7 +365,7 @@ class Half:
     own: tuple[int, ...] = ()
     without: tuple[int, ...] = ()
     filled: tuple[int, ...] = ()
-    watch: Watch | None = None
+    watch: Callable[[torch.Tensor], None] | None = None
     watched: int = 0
     __name__ = "planned_half"
 
@@ -383,10 +382,9 @@ class Half:
             copies = _clone_with_storages([args[i] for i in self.own])
             for i, copied in zip(self.own, copies, strict=True):
                 args[i] = copied
-        parameter = None if self.watch is None else args[self.watch.parameter]
         results = self.segment.run(args)
-        if self.watch is not None and parameter is not None:
-            self.watch.call(parameter, results[self.watched])
+        if self.watch is not None:
+            self.watch(results[self.watched])
         for i in self.filled:
             results.insert(i, None)
         return results
