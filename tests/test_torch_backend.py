@@ -67,6 +67,7 @@ def test_gradients_and_buffers_are_eager_ones_within_a_budget(name):
     assert peaks[1] < peaks[0]
 
 
+@pytest.mark.filterwarnings("ignore:saved tensors of")
 @pytest.mark.usefixtures("free_copies")
 def test_steps_do_not_get_into_each_others_way():
     call, backend, batch, model = compiled("gpt", None)

@@ -206,6 +206,7 @@ def test_a_checkpoint_inside():
     check_against_eager(maker(forward))
 
 
+@pytest.mark.filterwarnings("ignore:saved tensors of")
 def test_gradients_of_several_backward_passes_add_up():
     def forward(self, x):
         return self.second(functional.dropout(self.hidden(x))).square().mean()

@@ -87,6 +87,25 @@ def test_more_sizes_than_recompilations_and_an_end_to_numbers(monkeypatch):
     one_backward(call, x[:21], y[:21])
 
 
+def test_rates_and_momenta_that_dynamo_makes_symbolic():
+    """Operations need their values, so each value has a plan of its own."""
+
+    def losses(model):
+        return lambda x: model(x).square().mean()
+
+    eager = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.1))
+    model = copy.deepcopy(eager)
+    backend = mt.backend(budget="1MiB")
+    call = torch.compile(losses(model), backend=backend, dynamic=True)
+    for n, rate in ((8, 0.1), (6, 0.1), (8, 0.5), (8, 0.1)):
+        eager[2].p = model[2].p = rate
+        batch = [torch.randn(n, 16)]
+        wanted = observed(eager, one_backward, losses(eager), batch)
+        assert not differing(observed(model, one_backward, call, batch), wanted)
+    assert len(backend.plans) == 3
+    assert backend.plans[2].name.endswith(", 0.5")
+
+
 class Scaled(nn.Linear):
     """With numbers: one from the caller, one that depends on data."""
 
@@ -150,6 +169,7 @@ def resident_pages():
     return int(Path("/proc/self/statm").read_text().split()[1])
 
 
+@pytest.mark.filterwarnings("ignore:saved tensors of")
 @pytest.mark.usefixtures("free_copies")
 def test_a_thousand_forward_passes_leave_nothing(monkeypatch):
     budget = least_budget("mlp")
@@ -183,6 +203,7 @@ def test_a_thousand_forward_passes_leave_nothing(monkeypatch):
     one_backward(call, *batch)
 
 
+@pytest.mark.filterwarnings("ignore:saved tensors of")
 def test_three_steps_under_way_end_in_any_order():
     budget = least_budget("gpt")
     both, call, _, batch = made("gpt", budget)
@@ -215,6 +236,17 @@ def test_copies_and_compiling_twice():
     assert copy.copy(backend).plans == []
 
 
+def test_runs_in_memory_at_once_are_announced():
+    model, loss_fn, (x, y) = build("mlp")
+    call = torch.compile(model, backend=mt.backend(budget="2MiB"))
+    results = []
+    for _ in range(3):  # what a graph returns is no saved tensor
+        results.append(call(x))
+        loss_fn(results[-1], y).backward()
+    with pytest.warns(UserWarning, match="saved tensors of 2 runs of graph 0/0"):
+        loss_fn(call(x) + call(x), y).backward()
+
+
 def in_threads(*functions):
     """Run functions at once; their results in order."""
     found = [None] * len(functions)
@@ -230,8 +262,8 @@ def in_threads(*functions):
     return found
 
 
-# Both threads are between the passes of one graph, which the warning is about.
-@pytest.mark.filterwarnings("ignore:.*several equal layers")
+# Both threads are between the passes of one graph.
+@pytest.mark.filterwarnings("ignore:saved tensors of")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_two_threads_at_once(dynamic):
     budget = least_budget("mlp")

@@ -91,8 +91,10 @@ def backend(
 
     The budget counts the memory of one compiled graph, forward and backward: its
     parameters and buffers, activations, gradients, results and scratch memory. It does
-    not count other inputs, incoming gradients and optimizer state. Without gradients
-    nothing is planned.
+    not count other inputs, incoming gradients and optimizer state. It counts one run of
+    a graph: a warning says, once, if saved tensors of several are in memory at once, as
+    of a model that is called twice for one loss. Without gradients nothing is planned
+    or compiled: a graph runs operation by operation.
 
     The graphs of a model with graph breaks share the budget: a graph that ends in a
     break gets a third of the remaining budget, or its minimum, and the last one gets
@@ -107,8 +109,10 @@ def backend(
     `plans` or `peak_bytes` warns if nothing was planned.
 
     Each batch size has its own plan, made when the size is first seen; sizes count as
-    versions only with `dynamic=False`. With `retain_graph=True` gradients are correct,
-    but tensors that the first backward pass would free stay in memory, beyond the plan.
+    versions only with `dynamic=False`. With symbolic sizes, each value of a number that
+    an operation needs, such as a dropout rate, has its own plan, too. With
+    `retain_graph=True` gradients are correct, but tensors that the first backward pass
+    would free stay in memory, beyond the plan.
 
     Results of a graph may be modified in place before the backward pass. If that pass
     reads them, autograd raises an error, as in eager mode. PyTorch 2.13 itself misses
@@ -217,9 +221,9 @@ class CompileBackend:
         self._results = KernelResults()
         self._planned: dict[Any, Halves] = {}
         self._split: tuple[Any, list[int]] = None, []
-        self._warned = self._warned_of_copies = False
+        self._warned = self._warned_of_runs = False
         self._plans: list[TorchPlan] = []
-        self._saved: dict[str, dict[int, StorageWeakRef]] = {}
+        self._saved: dict[str, list[StorageWeakRef]] = {}
         self._reasons_before = break_reasons()
         self._warned_of_eager = False
 
@@ -303,7 +307,7 @@ class CompileBackend:
 
         # A part is planned when it is first called: all others are known then.
         if parts or has_symbols(inputs):
-            return BySize(inputs, at_sizes)
+            return BySize(module, inputs, at_sizes)
         return self._compiled_whole(module, inputs, plain, static=False)
 
     @exclusive_capture()
@@ -372,9 +376,14 @@ class CompileBackend:
                     program.lowered, schedule, parts.count, program.copies
                 )
             one_layer = self._plan is _plan_graph
-            if own and halves.own and one_layer and math.isfinite(self._budget.budget):
-                saved = self._saved.setdefault(source.function, {})
-                at = parts.position(own[0]), parts.count.results + halves.own[0]
+            if (
+                own
+                and halves.private is not None
+                and one_layer
+                and math.isfinite(self._budget.budget)
+            ):
+                saved = self._saved.setdefault(source.function, [])
+                at = parts.count.results + halves.private
                 run = functools.partial(
                     self._run_forward, source.name, saved, at, halves.forward.run
                 )
@@ -403,32 +412,29 @@ class CompileBackend:
     def _run_forward(
         self,
         name: str,
-        saved: dict[int, StorageWeakRef],
-        at: tuple[int, int],
+        saved: list[StorageWeakRef],
+        at: int,
         run: Callable[[list[Any]], list[Any]],
         args: list[Any],
     ) -> list[Any]:
-        """Run a forward half; warn, once, if several layers have saved tensors.
+        """Run a forward half; warn, once, if saved tensors of several runs are held.
 
         Args:
             name: The graph.
-            saved: Storage of a parameter -> a saved tensor of the last run with it.
-            at: Positions of a parameter among arguments, of a saved tensor in results.
+            saved: Storages of one saved tensor of each earlier run, if still in use.
+            at: Position of this tensor in the results.
             run: The forward half.
             args: Its arguments.
         """
-        parameter = args[at[0]]
         results = run(args)
-        tensor = results[at[1]]
-        layer = StorageWeakRef(parameter.untyped_storage()).cdata
-        for other in [key for key, ref in saved.items() if ref.expired()]:
-            del saved[other]
-        saved[layer] = StorageWeakRef(tensor.untyped_storage())
-        if len(saved) > 1 and not self._warned_of_copies:
-            self._warned_of_copies = True
+        saved[:] = [ref for ref in saved if not ref.expired()]
+        saved.append(StorageWeakRef(results[at].untyped_storage()))
+        if len(saved) > 1 and not self._warned_of_runs:
+            self._warned_of_runs = True
             warnings.warn(
-                f"{name} is the graph of several equal layers whose saved tensors are "
-                "in memory at once, and the budget counts one of them; "
+                f"saved tensors of {len(saved)} runs of {name} are in memory at once, "
+                "and the budget counts one run: each run needs its backward pass, or "
+                "torch.no_grad(), before the next one; for equal layers, "
                 "mt.compile_layers(layers, budget=...) counts every layer",
                 stacklevel=2,
             )

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
@@ -56,10 +57,6 @@ class Joint:
         """Inputs that are not tensors: their values are in the graph."""
         values = [node.meta.get("val") for node in self.primals]
         return tuple(i for i, v in enumerate(values) if not isinstance(v, torch.Tensor))
-
-    def position(self, index: int) -> int:
-        """Return the position of an input among those that are tensors."""
-        return index - sum(number < index for number in self._numbers)
 
     def check(self) -> None:
         """Refuse inputs that cannot be planned.
@@ -402,17 +399,24 @@ def has_symbols(inputs: Sequence[Any]) -> bool:
 class BySize:
     """A graph that is compiled for each combination of sizes at its first call.
 
+    Some operations need Python numbers that Dynamo made symbolic, as rates of dropout.
+    If one is found, the graph is compiled for each value of its numbers, too.
+
     Args:
+        module: The graph.
         inputs: Examples, with symbolic sizes.
         compile_for: Compiles the graph for concrete inputs, given a text of the sizes.
     """
 
     def __init__(
         self,
+        module: torch.fx.GraphModule,
         inputs: Sequence[Any],
         compile_for: Callable[[Sequence[Any], str], Callable[..., Any]],
     ) -> None:
+        self._module = module
         self._places = [i for i, value in enumerate(inputs) if _is_symbolic(value)]
+        self._numbers: dict[int, torch.fx.Node] = {}
         self._compile_for = compile_for
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._lock = threading.Lock()
@@ -423,32 +427,58 @@ class BySize:
         Raises:
             UnsupportedError: There are too many combinations of sizes.
         """
-        key = _layouts([given[i] for i in self._places])
-        run = self._compiled.get(key)
+        run = self._compiled.get(self._key(given))
         if run is None:
             with self._lock:
-                run = self._compiled.get(key) or self._new(key, given)
+                run = self._compiled.get(self._key(given)) or self._new(given)
         return run(*given)
 
-    def _new(self, key: Any, given: Sequence[Any]) -> Callable[..., Any]:
+    def _key(self, given: Sequence[Any]) -> Any:
+        numbers = tuple([given[i].item() for i in self._numbers])
+        return _layouts([given[i] for i in self._places]), numbers
+
+    def _new(self, given: Sequence[Any]) -> Callable[..., Any]:
+        numbers = {i: given[i].item() for i in self._numbers}
+        said = _said([*map(given.__getitem__, self._places), *numbers.values()])
         if len(self._compiled) >= _MOST:
             raise UnsupportedError(
                 f"this graph was planned for {_MOST} input signatures, and now there "
-                f"are {_said(given, self._places)}; pad batches to a few sizes, and "
-                "pass numbers that change between calls as tensors"
+                f"are {said}; pad batches to a few sizes, and pass numbers that change "
+                "between calls as tensors"
             )
-        run = self._compile_for(given, _said(given, self._places))
-        self._compiled[key] = run
+        for i, value in numbers.items():  # in place of `item()` of the input
+            node = self._numbers[i]
+            node.op, node.target, node.args = "call_function", type(value), (value,)
+        try:
+            run = self._compile_for(given, said)
+        except GuardOnDataDependentSymNode:
+            if numbers or not (found := _numbers_read(self._module)):
+                raise
+            self._numbers = found
+            return self._new(given)
+        self._compiled[self._key(given)] = run
         return run
 
 
-def _said(given: Sequence[Any], places: Sequence[int]) -> str:
+def _numbers_read(module: torch.fx.GraphModule) -> dict[int, torch.fx.Node]:
+    """Return the inputs that are only read as Python numbers, and where they are."""
+    users = [list(n.users) for n in module.graph.find_nodes(op="placeholder")]
+    return {
+        i: user
+        for i, [user] in (
+            (i, found) for i, found in enumerate(users) if len(found) == 1
+        )
+        if (user.op, user.target) == ("call_method", "item")
+    }
+
+
+def _said(values: Sequence[Any]) -> str:
     """Return the distinct sizes and numbers as text."""
-    values: Mapping[str, None] = dict.fromkeys(
+    texts: Mapping[str, None] = dict.fromkeys(
         "x".join(map(str, v.shape)) if isinstance(v, torch.Tensor) else str(v)
-        for v in map(given.__getitem__, places)
+        for v in values
     )
-    return ", ".join(values)
+    return ", ".join(texts)
 
 
 def _is_symbolic(value: Any) -> bool:

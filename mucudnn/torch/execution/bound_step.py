@@ -262,6 +262,8 @@ class Halves:
         forward: The part up to the last forward node.
         backward: The rest.
         kept: The values that the forward half returns for the backward half.
+        private: Position of one of them that is in memory of its own until the backward
+            pass: neither input nor result, and not on the host. None if there is none.
     """
 
     forward: Segment
@@ -269,6 +271,7 @@ class Halves:
     kept: Sequence[CarriedValue]
     layouts: Mapping[str, Any]
     inputs: frozenset[str | None]
+    private: int | None = None
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -297,7 +300,8 @@ def bind_halves(
     program.add_constants()
     program.write(schedule.instructions[:cut])
     program.wait_for_copies()
-    results = [program.result(r) for r in lowered.results[: count.results]]
+    forward_results = lowered.results[: count.results]
+    results = [program.result(r) for r in forward_results]
     read = _read_later(lowered, schedule, cut, count)
     kept = [
         c
@@ -316,7 +320,15 @@ def bind_halves(
         if given is not None
     ]
     backward = program.end_segment(results)
-    return Halves(forward, backward, kept, lowered.layouts, frozenset(lowered.inputs))
+    storages, given = schedule.graph.storages, frozenset(lowered.inputs)
+    others = {*given, *forward_results, *lowered.constants}
+    shared = {storages.get(name) for name in others if isinstance(name, str)}
+    private = (
+        i
+        for i, c in enumerate(kept)
+        if c.tensor and not c.host_bytes and storages[c.tensor] not in shared
+    )
+    return Halves(forward, backward, kept, lowered.layouts, given, next(private, None))
 
 
 def _cut(schedule: Schedule) -> int:
