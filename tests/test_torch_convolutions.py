@@ -134,6 +134,7 @@ def test_derivatives(function, ours):
         )
     assert ours.stats.forward.ours > before.forward.ours
     assert ours.stats.forward.fell_back == before.forward.fell_back
+    assert ours.stats.backward.fell_back == before.backward.fell_back
 
 
 def test_vmap_and_gradients_a_sample(ours):
