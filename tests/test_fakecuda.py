@@ -180,10 +180,42 @@ def case(name, dtype=torch.float32):
     return model, (x.to(dtype) if x.is_floating_point() else x), classes(8)
 
 
-def least_budget(model, optimizer, batch, **options):
-    step = mt.train_step(
-        model, CROSS_ENTROPY, optimizer, budget="1KiB", cache=None, **options
+def sgd(model, momentum=0.0):
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
+
+
+def step_of(model, optimizer, budget=None, cache=None, **options):
+    return mt.train_step(
+        model, CROSS_ENTROPY, optimizer, budget=budget, cache=cache, **options
     )
+
+
+def step_of_case(name, **options):
+    """A case's model, its batch and its step by plain SGD."""
+    model, *batch = case(name)
+    return model, batch, step_of(model, sgd(model), **options)
+
+
+def trained_eagerly(model, optimizer, batch, steps=3):
+    for _ in range(steps):
+        CROSS_ENTROPY(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wide(depth=4, width=256):
+    hidden = nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)
+    layers = (layer for _ in range(depth) for layer in copy.deepcopy(hidden))
+    return nn.Sequential(*layers, nn.Linear(width, 10)).cuda()
+
+
+def wide_batch(rows=4096):
+    y = torch.zeros(rows, dtype=torch.long, device="cuda")
+    return torch.rand(rows, 256, device="cuda"), y
+
+
+def least_budget(model, optimizer, batch, **options):
+    step = step_of(model, optimizer, "1KiB", **options)
     with pytest.MonkeyPatch.context() as patch:
         # The budget in reserved bytes, which a refusal names too, takes several plans.
         patch.setattr(plan_program.LoweredStep, "_advise_reserved", lambda *_: "")
@@ -192,12 +224,22 @@ def least_budget(model, optimizer, batch, **options):
     return found.value.least_bytes
 
 
+def have_links(monkeypatch, bytes_per_ms):
+    links = Links(bytes_per_ms, bytes_per_ms)
+    monkeypatch.setattr(CudaMeter, "links", lambda meter, step: links)
+    monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
+
+
 @pytest.fixture
 def recomputing(monkeypatch):
     """Copies so slow that what does not fit is computed again."""
-    slow = Links(1e-3, 1e-3)
-    monkeypatch.setattr(CudaMeter, "links", lambda meter, step: slow)
-    monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
+    have_links(monkeypatch, 1e-3)
+
+
+@pytest.fixture
+def offloading(monkeypatch):
+    """Copies that take no time."""
+    have_links(monkeypatch, 1e12)
 
 
 # -- results
@@ -211,11 +253,7 @@ def test_parameters_and_buffers_are_eagers(model, optimizer, recomputing):
     with fakecuda.KernelsOnHost():
         model, *batch = case(model)
         eager = copy.deepcopy(model)
-        of_eager = OPTIMIZERS[optimizer](eager.parameters())
-        for _ in range(3):
-            CROSS_ENTROPY(eager(batch[0]), batch[1]).backward()
-            of_eager.step()
-            of_eager.zero_grad()
+        trained_eagerly(eager, OPTIMIZERS[optimizer](eager.parameters()), batch)
         mine = copy.deepcopy(model)
         budgets = [None]
         if optimizer in ("SGD", "AdamW foreach", "AdamW fused"):
@@ -224,7 +262,7 @@ def test_parameters_and_buffers_are_eagers(model, optimizer, recomputing):
         for budget in budgets:
             mine = copy.deepcopy(model)
             own = OPTIMIZERS[optimizer](mine.parameters())
-            step = mt.train_step(mine, CROSS_ENTROPY, own, budget=budget, cache=None)
+            step = step_of(mine, own, budget)
             for _ in range(3):
                 step(*batch)
             # No assertion shows a tensor: its digits would be those of empty kernels.
@@ -291,10 +329,9 @@ def test_steps_run_under_every_setting(face, model, name, tmp_path, fresh_compil
     """The plan is stored, which describes the settings, and found again."""
     with setting(name):
         model, *batch = case(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         store = str(tmp_path / "plans.sqlite")
         if face == "train_step":
-            step = mt.train_step(model, CROSS_ENTROPY, optimizer, cache=store)
+            step = step_of(model, sgd(model, 0.9), cache=store)
             assert step(*batch).is_cuda
             return
         compiled = torch.compile(model, backend=mt.backend(cache=store), fullgraph=True)
@@ -306,9 +343,7 @@ def test_steps_run_under_every_setting(face, model, name, tmp_path, fresh_compil
 @pytest.mark.parametrize("name", ["TF32", "TF32, by the newer switch"])
 def test_a_step_is_planned_anew_where_products_are_computed_otherwise(name):
     """Other kernels have other scratch memory."""
-    model, *batch = case("dense")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, CROSS_ENTROPY, optimizer, cache=None)
+    _, batch, step = step_of_case("dense")
     step(*batch)
     before = step.plan.plan
     with setting(name):
@@ -329,9 +364,8 @@ def test_a_step_is_planned_anew_where_products_are_computed_otherwise(name):
 )
 def test_models_of_low_precision(face, model, dtype, fresh_compiler):
     model, *batch = case(model, dtype)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if face == "train_step":
-        step = mt.train_step(model, CROSS_ENTROPY, optimizer, cache=None)
+        step = step_of(model, sgd(model))
         assert step(*batch).dtype == dtype
     else:
         compiled = torch.compile(model, backend=mt.backend(cache=None), fullgraph=True)
@@ -344,11 +378,11 @@ def test_a_second_device_and_channels_last():
     model, batch = model.to("cuda:1"), [tensor.to("cuda:1") for tensor in batch]
     model = model.to(memory_format=torch.channels_last)
     batch[0] = batch[0].to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = sgd(model, 0.9)
     least = least_budget(model, optimizer, batch)
     torch.cuda.empty_cache()
     first, foreign = torch.cuda.memory_reserved(0), torch.cuda.memory_stats(1)
-    step = mt.train_step(model, CROSS_ENTROPY, optimizer, budget=least, cache=None)
+    step = step_of(model, optimizer, least)
     assert step(*batch).device == torch.device("cuda", 1)
     assert step.plan.peak_bytes <= least
     # All is planned and reserved where the step runs.
@@ -368,16 +402,7 @@ def test_what_cuda_cannot_is_refused_when_it_is_planned(
     model, options, message, monkeypatch
 ):
     monkeypatch.setitem(MODELS, "synchronized", (Synchronized, MODELS["dense"][1]))
-    model, *batch = case(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(
-        model,
-        CROSS_ENTROPY,
-        optimizer,
-        cache=None,
-        budget="1GiB",
-        **options,
-    )
+    _, batch, step = step_of_case(model, budget="1GiB", **options)
     with pytest.raises(UnsupportedError, match=message):
         step.prepare(*batch)
 
@@ -430,10 +455,9 @@ def test_no_operator_recorded_as_pure_writes_an_operand():
 def test_memory_studies_what_a_step_on_the_device_needs():
     """A study captures the CPU's operations, so bytes agree up to scratch memory."""
     model, *batch = case("dense")
-    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    own = sgd(model, 0.9)
     study = mt.memory(model, CROSS_ENTROPY, batch, own, device="h100")
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
-    plan = step.prepare(*batch)
+    plan = step_of(model, own).prepare(*batch)
     planned = plan.peak_bytes - plan.library_bytes
     assert study.least_budget <= study.unlimited_bytes <= planned
     assert next(model.parameters()).is_cuda
@@ -443,9 +467,7 @@ def test_inductor_says_what_it_lacks_and_the_step_runs_operation_by_operation(
     monkeypatch,
 ):
     monkeypatch.setattr(compiling, "has_triton", lambda: False)
-    model, *batch = case("dense")
-    own = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, inductor=True)
+    _, batch, step = step_of_case("dense", inductor=True)
     with pytest.warns(UserWarning, match="operation by operation.*pip install triton"):
         assert step(*batch).is_cuda
 
@@ -455,8 +477,7 @@ def test_a_parameter_that_kernels_cannot_read_is_named(empty_kernels):
     first = model[0].bias
     flat = torch.zeros(len(first) + 1, device="cuda")
     model[0].bias = nn.Parameter(flat[1:])
-    own = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, inductor=True)
+    step = step_of(model, sgd(model), inductor=True)
     with pytest.warns(UserWarning, match=r"begins 4 bytes into its storage.*clone"):
         step(*batch)
     assert not step.plan.kernels
@@ -467,17 +488,12 @@ def test_compiled_steps_are_eagers_at_every_budget(recomputing):
     with fakecuda.KernelsOnHost(), triton_kernels.on_host() as ran:
         model, *batch = case("pooled")
         eager = copy.deepcopy(model)
-        of_eager = torch.optim.SGD(eager.parameters(), 0.1)
-        for _ in range(3):
-            CROSS_ENTROPY(eager(batch[0]), batch[1]).backward()
-            of_eager.step()
-            of_eager.zero_grad()
+        trained_eagerly(eager, sgd(eager), batch)
         found, budget = [], None
         for _ in range(2):
             mine = copy.deepcopy(model)
-            own = torch.optim.SGD(mine.parameters(), 0.1)
-            options = {"cache": None, "inductor": True}
-            step = mt.train_step(mine, CROSS_ENTROPY, own, budget=budget, **options)
+            own = sgd(mine)
+            step = step_of(mine, own, budget, inductor=True)
             for _ in range(3):
                 step(*batch)
             found.append([v.cpu() for v in mine.state_dict().values()])
@@ -498,9 +514,8 @@ def test_compiled_steps_draw_the_same_numbers_at_every_budget(recomputing):
         budget = None
         for _ in range(2):
             mine = copy.deepcopy(model)
-            own = torch.optim.SGD(mine.parameters(), 0.1)
-            options = {"cache": None, "inductor": True}
-            step = mt.train_step(mine, CROSS_ENTROPY, own, budget=budget, **options)
+            own = sgd(mine)
+            step = step_of(mine, own, budget, inductor=True)
             step.prepare(*batch)
             torch.manual_seed(1)
             losses.append([step(*batch).item() for _ in range(3)])
@@ -514,8 +529,7 @@ def test_compiled_steps_run_on_their_device_in_its_current_stream(empty_kernels)
     other = torch.device("cuda", 1)
     model, *batch = case("dense")
     model, batch = model.to(other), [tensor.to(other) for tensor in batch]
-    own = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, inductor=True)
+    step = step_of(model, sgd(model), inductor=True)
     with torch.cuda.stream(torch.cuda.Stream(other)), torch.cuda.device(0):
         assert step(*batch).device == other
         assert torch.cuda.current_device() == 0
@@ -601,10 +615,8 @@ NEVER = (
 
 
 def test_a_scaler_is_where_the_loss_is():
-    model, *batch = case("dense")
     scaler = torch.amp.GradScaler("cuda")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, CROSS_ENTROPY, optimizer, cache=None, scaler=scaler)
+    _, batch, step = step_of_case("dense", scaler=scaler)
     with torch.autocast("cuda", dtype=torch.float16):
         step(*batch)
         with fakecuda.counted() as found:
@@ -620,16 +632,12 @@ def test_a_step_launches_no_more_than_eagers(optimizer):
     model, *batch = case("attention")
     eager = copy.deepcopy(model)
     of_eager = OPTIMIZERS[optimizer](eager.parameters())
-
-    def eager_step():
-        CROSS_ENTROPY(eager(batch[0]), batch[1]).backward()
-        of_eager.step()
-        of_eager.zero_grad()
-
-    own = OPTIMIZERS[optimizer](model.parameters())
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    step = step_of(model, OPTIMIZERS[optimizer](model.parameters()))
     launches = []
-    for run in (eager_step, functools.partial(step, *batch)):
+    for run in (
+        functools.partial(trained_eagerly, eager, of_eager, batch, 1),
+        functools.partial(step, *batch),
+    ):
         run(), run()
         with fakecuda.counted() as found:
             run()
@@ -644,15 +652,12 @@ def test_updates_in_groups_call_what_eager_calls(parts, monkeypatch):
     model, *batch = case("dense")
     eager = copy.deepcopy(model)
     of_eager = torch.optim.AdamW(eager.parameters(), 0.01)
-    own = torch.optim.AdamW(model.parameters(), 0.01)
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
-
-    def eager_step():
-        CROSS_ENTROPY(eager(batch[0]), batch[1]).backward()
-        of_eager.step()
-
+    step = step_of(model, torch.optim.AdamW(model.parameters(), 0.01))
     called = []
-    for run in (eager_step, functools.partial(step, *batch)):
+    for run in (
+        functools.partial(trained_eagerly, eager, of_eager, batch, 1),
+        functools.partial(step, *batch),
+    ):
         run(), run()
         with Calls() as calls:
             run()
@@ -680,8 +685,7 @@ def test_updates_together_are_the_planners_choice(recomputing):
     least = least_budget(model, own, batch)
     calls = []
     for budget in (least, None):
-        step = mt.train_step(model, CROSS_ENTROPY, own, budget=budget, cache=None)
-        graph = step.prepare(*batch).plan.schedule.graph
+        graph = step_of(model, own, budget).prepare(*batch).plan.schedule.graph
         calls.append(sum(node.phase is Phase.UPDATE for node in graph.nodes))
     assert calls[0] > calls[1]
 
@@ -689,8 +693,7 @@ def test_updates_together_are_the_planners_choice(recomputing):
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW foreach", "AdamW fused"])
 def test_a_steady_step_waits_for_nothing_and_allocates_nothing(optimizer, recomputing):
     model, *batch = case("attention")
-    own = OPTIMIZERS[optimizer](model.parameters())
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    step = step_of(model, OPTIMIZERS[optimizer](model.parameters()))
     for _ in range(2):
         step(*batch)
     with fakecuda.counted() as found:
@@ -699,16 +702,11 @@ def test_a_steady_step_waits_for_nothing_and_allocates_nothing(optimizer, recomp
 
 
 @pytest.mark.parametrize("name", ["plain", "default device"])
-def test_a_step_that_offloads_reuses_its_events_and_memory(name, monkeypatch):
+def test_a_step_that_offloads_reuses_its_events_and_memory(name, offloading):
     """The rate changes from step to step, and is a number on the host."""
-    fast = Links(1e12, 1e12)
-    monkeypatch.setattr(CudaMeter, "links", lambda meter, step: fast)
-    monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
-    model, y = wide(4).cuda(), torch.zeros(1024, dtype=torch.long, device="cuda")
-    x = torch.rand(1024, 256, device="cuda")
-    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    least = least_budget(model, own, (x, y))
-    step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
+    model, (x, y) = wide(), wide_batch(1024)
+    own = sgd(model, 0.9)
+    step = step_of(model, own, least_budget(model, own, (x, y)))
     with setting(name):
         for rate in (0.3, 0.2, 0.1, 0.05):
             own.param_groups[0]["lr"] = rate
@@ -738,38 +736,24 @@ def without_fork(monkeypatch):
 
 
 @pytest.mark.parametrize("mutate", [None, without_wait, without_fork])
-def test_the_sanitizer_sees_a_race_only_where_an_order_is_missing(mutate, monkeypatch):
-    fast = Links(1e12, 1e12)
-    monkeypatch.setattr(CudaMeter, "links", lambda meter, step: fast)
-    monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
-    model, y = wide(4).cuda(), torch.zeros(1024, dtype=torch.long, device="cuda")
-    x = torch.rand(1024, 256, device="cuda")
-    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+def test_the_sanitizer_sees_a_race_only_where_an_order_is_missing(
+    mutate, monkeypatch, offloading
+):
+    model, (x, y) = wide(), wide_batch(1024)
+    own = sgd(model, 0.9)
     least = least_budget(model, own, (x, y))
     if mutate is not None:
         mutate(monkeypatch)
-    step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
+    step = step_of(model, own, least)
     assert step.prepare(x, y).leaving
-    with pytorch_steps.sanitizer() as error:
-        if mutate is None:
-            step(x, y), step(x, y), step(x, y)
-        else:
-            with pytest.raises(error):
-                step(x, y), step(x, y), step(x, y)
+    with (
+        pytorch_steps.sanitizer() as error,
+        pytest.raises(error) if mutate else contextlib.nullcontext(),
+    ):
+        step(x, y), step(x, y), step(x, y)
 
 
 # -- bytes
-
-
-def wide(depth=4, width=256):
-    return nn.Sequential(
-        *(
-            layer
-            for _ in range(depth)
-            for layer in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
-        ),
-        nn.Linear(width, 10),
-    )
 
 
 @pytest.mark.parametrize(
@@ -832,9 +816,7 @@ def test_the_model_of_the_allocator_splits_no_block_for_less_than_1_mib():
 @pytest.mark.parametrize("offloads", [False, True])
 def test_a_rehearsal_allocates_in_the_order_of_a_step(offloads, monkeypatch):
     """Of pooling, which has two results, and convolutions with pieces of scratch."""
-    links = Links(1e12, 1e12) if offloads else Links(1e-3, 1e-3)
-    monkeypatch.setattr(CudaMeter, "links", lambda meter, step: links)
-    monkeypatch.setattr(CudaMeter, "time_ms", lambda meter, call: 1.0)
+    have_links(monkeypatch, 1e12 if offloads else 1e-3)
     rehearsed, allocations = [], cuda_memory._allocations
     monkeypatch.setattr(
         cuda_memory,
@@ -851,7 +833,7 @@ def test_a_rehearsal_allocates_in_the_order_of_a_step(offloads, monkeypatch):
     own = torch.optim.AdamW(model.parameters(), foreach=True)
     with torch.backends.cudnn.flags(enabled=False):
         least = least_budget(model, own, batch)
-        step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
+        step = step_of(model, own, least)
         plan = step.prepare(*batch)
         run = functools.partial(step, *batch)
         real = internals.allocations_of(run, CUDA_0)
@@ -885,24 +867,18 @@ def test_requested_and_reserved_bytes_are_within_the_plan(
     share, inductor, empty_kernels
 ):
     """Of a step whose activations are 40 MiB, between its least budget and its most."""
-    options = {"inductor": inductor}
     gc.collect()
     torch.cuda.init()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
-    model, y = wide().cuda(), torch.zeros(4096, dtype=torch.long, device="cuda")
-    x = torch.rand(4096, 256, device="cuda")
-    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    least = least_budget(model, own, (x, y), **options)
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None, **options)
-    most = step.prepare(x, y).peak_bytes
-    del step
+    model, (x, y) = wide(), wide_batch()
+    own = sgd(model, 0.9)
+    least = least_budget(model, own, (x, y), inductor=inductor)
+    most = step_of(model, own, inductor=inductor).prepare(x, y).peak_bytes
     budget = int(least + share * (most - least))
     gc.collect()  # optimizer state that was made for these two plans
-    step = mt.train_step(
-        model, CROSS_ENTROPY, own, budget=budget, cache=None, **options
-    )
+    step = step_of(model, own, budget, inductor=inductor)
     for _ in range(3):
         step(x, y)
     stats, plan = torch.cuda.memory_stats(), step.plan
@@ -927,12 +903,10 @@ def test_more_than_was_foreseen_is_warned_of(
     face, monkeypatch, empty_kernels, fresh_compiler
 ):
     """Of a step that keeps a tensor which its plan does not know."""
-    model, y = wide().cuda(), torch.zeros(4096, dtype=torch.long, device="cuda")
-    x = torch.rand(4096, 256, device="cuda")
-    own = torch.optim.SGD(model.parameters(), 0.1)
+    model, (x, y) = wide(), wide_batch()
     options = {"budget": "140MiB", "cache": None}
     if face == "train_step":
-        step = mt.train_step(model, CROSS_ENTROPY, own, **options)
+        step = step_of(model, sgd(model), **options)
     else:
         compiled = torch.compile(model, backend=mt.backend(**options), fullgraph=True)
 
@@ -978,12 +952,11 @@ def test_the_budget_that_a_refusal_or_a_warning_names_holds_what_is_reserved(
     others = [torch.empty(size << 20, device="cuda") for size in (2, 2)]
     del others[0]
     foreign = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    model, y = wide().cuda(), torch.zeros(4096, dtype=torch.long, device="cuda")
-    x = torch.rand(4096, 256, device="cuda")
-    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model, (x, y) = wide(), wide_batch()
+    own = sgd(model, 0.9)
 
     def planned(budget):
-        step = mt.train_step(model, CROSS_ENTROPY, own, budget=budget, cache=None)
+        step = step_of(model, own, budget)
         step.prepare(x, y)
         return step
 
@@ -1056,9 +1029,7 @@ def test_plans_are_made_until_one_fits_in_reserved_bytes(
 
 def test_garbage_is_collected_before_a_rehearsal(monkeypatch):
     """What is freed later leaves holes that a rehearsal does not see."""
-    model, *batch = case("dense")
-    own = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    _, batch, step = step_of_case("dense")
     reserve, alive = cuda_memory.reserve, []
 
     def watched(*args):
@@ -1080,22 +1051,18 @@ def test_garbage_is_collected_before_a_rehearsal(monkeypatch):
 
 @pytest.mark.parametrize("budget", ["1KiB", "16MiB", 0])
 def test_less_than_the_workspaces_need_is_refused_with_the_least_budget(budget):
-    model, *batch = case("dense")
-    own = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, CROSS_ENTROPY, own, budget=budget, cache=None)
+    model, batch, step = step_of_case("dense", budget=budget)
     with pytest.raises(PlanningError, match="are cuBLAS's workspaces") as found:
         step(*batch)
     least = found.value.least_bytes
     assert f"({least} bytes)" in str(found.value)
-    step = mt.train_step(model, CROSS_ENTROPY, own, budget=least, cache=None)
+    step = step_of(model, sgd(model), least)
     step(*batch)
     assert step.plan.library_bytes < step.plan.peak_bytes <= least
 
 
 def test_the_workspace_of_autograds_thread_is_counted(fresh_compiler):
-    model, *batch = case("dense")
-    own = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    model, batch, step = step_of_case("dense")
     planned = mt.backend(cache=None)
     compiled = torch.compile(model, backend=planned, fullgraph=True)
     CROSS_ENTROPY(compiled(batch[0]), batch[1]).backward()
@@ -1106,8 +1073,7 @@ def test_the_workspace_of_autograds_thread_is_counted(fresh_compiler):
 def test_a_share_of_memory_leaves_the_state_on_the_device():
     """No plan moves it there, so the least budget is none with `offload_state`."""
     model, *batch = case("dense")
-    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    step = mt.train_step(model, CROSS_ENTROPY, own, budget="1%", exact=True, cache=None)
+    step = step_of(model, sgd(model, 0.9), "1%", exact=True)
     with pytest.raises(PlanningError, match="does not fit the budget '1%'") as found:
         step.prepare(*batch)
     assert "offload_state" not in str(found.value)
@@ -1127,11 +1093,8 @@ def test_state_is_cut_from_one_block():
 
 def test_a_step_without_memory_lists_what_is_alive_and_can_run_again():
     gc.collect()
-    model = wide().cuda()
-    x = torch.rand(4096, 256, device="cuda")
-    y = torch.zeros(4096, dtype=torch.long, device="cuda")
-    own = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    step = mt.train_step(model, CROSS_ENTROPY, own, cache=None)
+    model, (x, y) = wide(), wide_batch()
+    step = step_of(model, sgd(model, 0.9))
     step(x, y)
     torch.cuda.empty_cache()
     limit = torch.cuda.memory_reserved() + (30 << 20)

@@ -6,16 +6,17 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402  (where there is PyTorch)
 from torch.nn import functional  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402, F401  (in a row)
 
 import mucudnn.torch as mt  # noqa: E402
 from tests.torch_backends import (  # noqa: E402
     WithLoss,
     backwards,
     check_against_eager,
+    one_backward,
 )
 from tests.torch_marks import COMPILED  # noqa: E402
-from tests.torch_steps import TinyGPT, token_loss  # noqa: E402
+from tests.torch_programs import rows_of  # noqa: E402
 
 pytestmark = COMPILED
 
@@ -25,11 +26,9 @@ WIDTH = 48
 class Model(nn.Module):
     """Two layers, and what a test does with them."""
 
-    def __init__(self, forward, **modules):
+    def __init__(self, forward):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        for name, module in modules.items():
-            setattr(self, name, module)
         self.function = forward
 
     def forward(self, *batch):
@@ -39,11 +38,26 @@ class Model(nn.Module):
         return functional.gelu(self.first(x)).relu() * 2
 
 
-def maker(forward, inputs=1, change=None, needs=False, **modules):
+def freeze(model):
+    model.first.requires_grad_(requires_grad=False)
+
+
+def tie(model):
+    model.second.weight = model.first.weight
+
+
+def count(model):
+    model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    model.register_buffer("average", torch.zeros(WIDTH))
+    model.norm = nn.BatchNorm1d(WIDTH)
+
+
+def maker(forward, inputs=1, change=None, needs=False):
+    """Return what makes a model, always the same, and its batch."""
+
     def make():
         torch.manual_seed(0)
-        made = {name: module() for name, module in modules.items()}
-        model = Model(forward, **made)
+        model = Model(forward)
         if change is not None:
             change(model)
         return model, [
@@ -53,8 +67,55 @@ def maker(forward, inputs=1, change=None, needs=False, **modules):
     return make
 
 
+CASE = """
+def build():
+    def forward(m, x, other=None):
+        {result}
+    return maker(forward, {options})
+"""
+"""Of what a model `m` with two layers gives for its batch."""
+
+CASES = {
+    name: (build, not words)
+    for name, build, words in rows_of(
+        """
+two losses
+    | y = m.second(m.hidden(x)); (y.square().mean(), y.abs().mean()) | | backwards
+inputs that need gradients
+    | m.second(m.hidden(x) * other).square().mean() | inputs=2, needs=True
+frozen parameters | m.second(m.hidden(x)).square().mean() | change=freeze
+tied weights | m.second(m.hidden(x)).square().mean() | change=tie
+buffers that change
+    | y = m.norm(m.hidden(x)); m.calls += 1
+    ; m.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+    ; (m.second(y) * m.average).square().mean() | change=count
+inputs that change | x.mul_(2).add_(1); m.second(m.hidden(x)).square().mean()
+autocast inside | by_autocast(m, x).float().square().mean()
+a checkpoint inside
+    | y = checkpoint(m.hidden, x, use_reentrant=False)
+    ; m.second(functional.dropout(y, 0.1)).square().mean()
+""",
+        globals(),
+        CASE,
+        "result options",
+    )
+}
+
+
+def by_autocast(model, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model.second(model.hidden(x))
+
+
 def run_all(call, *batch):
     return backwards(*call(*batch))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_has_the_bits_of_eager_mode(name):
+    build, one_loss = CASES[name]
+    run = one_backward if one_loss else run_all
+    check_against_eager(build(), run, measured=one_loss)
 
 
 def test_several_results_of_which_one_needs_no_gradient():
@@ -72,11 +133,6 @@ def test_several_results_of_which_one_needs_no_gradient():
     check_against_eager(maker(forward), run, measured=False)
 
 
-def two_losses(self, x):
-    y = self.second(self.hidden(x))
-    return y.square().mean(), y.abs().mean()
-
-
 def the_sum(call, x):
     first, second = call(x)
     (first + second).backward()
@@ -89,51 +145,10 @@ def one_of_two(call, x):
     return first, second
 
 
-@pytest.mark.parametrize("run", [run_all, the_sum, one_of_two])
-def test_two_losses(run):
-    check_against_eager(maker(two_losses), run, measured=False)
-
-
-def test_inputs_that_need_gradients():
-    def forward(self, x, y):
-        return self.second(self.hidden(x) * y).square().mean()
-
-    check_against_eager(maker(forward, inputs=2, needs=True))
-
-
-def test_frozen_parameters():
-    def freeze(model):
-        model.first.requires_grad_(requires_grad=False)
-
-    def forward(self, x):
-        return self.second(self.hidden(x)).square().mean()
-
-    check_against_eager(maker(forward, change=freeze))
-
-
-def test_tied_weights():
-    def tie(model):
-        model.second.weight = model.first.weight
-
-    def forward(self, x):
-        return self.second(self.hidden(x)).square().mean()
-
-    check_against_eager(maker(forward, change=tie))
-
-
-def test_buffers_that_change():
-    def count(model):
-        model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        model.register_buffer("average", torch.zeros(WIDTH))
-
-    def forward(self, x):
-        y = self.norm(self.hidden(x))
-        self.calls += 1
-        self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        return (self.second(y) * self.average).square().mean()
-
-    make = maker(forward, change=count, norm=lambda: nn.BatchNorm1d(WIDTH))
-    check_against_eager(make)
+@pytest.mark.parametrize("run", [the_sum, one_of_two])
+def test_one_backward_pass_of_two_losses(run):
+    build, _ = CASES["two losses"]
+    check_against_eager(build(), run, measured=False)
 
 
 def test_views_that_are_returned():
@@ -151,41 +166,7 @@ def test_views_that_are_returned():
     check_against_eager(maker(forward), run, measured=False)
 
 
-def test_inputs_that_change():
-    def forward(self, x):
-        x.mul_(2).add_(1)
-        return self.second(self.hidden(x)).square().mean()
-
-    check_against_eager(maker(forward))
-
-
-def test_dropout_and_attention_with_tied_weights():
-    class WithLoss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = TinyGPT(width=WIDTH)
-
-        def forward(self, x, y):
-            return token_loss(self.model(x), y)
-
-    def make():
-        torch.manual_seed(0)
-        tokens = torch.randint(0, 64, (2, 4, 32))
-        return WithLoss(), [tokens[0], tokens[1]]
-
-    _, least = check_against_eager(make)
-    again = [name for name in least.recomputed if "dropout" in name or "rand" in name]
-    assert again or least.leaving
-
-
-def test_autocast_inside_and_around():
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.second(self.hidden(x))
-        return y.float().square().mean()
-
-    check_against_eager(maker(forward))
-
+def test_autocast_around():
     def plain(self, x):
         return self.second(self.hidden(x)).float().square().mean()
 
@@ -196,14 +177,6 @@ def test_autocast_inside_and_around():
         return [loss]
 
     check_against_eager(maker(plain), run)
-
-
-def test_a_checkpoint_inside():
-    def forward(self, x):
-        y = checkpoint(self.hidden, x, use_reentrant=False)
-        return self.second(functional.dropout(y, 0.1)).square().mean()
-
-    check_against_eager(maker(forward))
 
 
 @pytest.mark.filterwarnings("ignore:saved tensors of")

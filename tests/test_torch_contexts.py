@@ -71,8 +71,7 @@ def test_a_plan_of_ours_has_to_win_as_a_whole(winner, monkeypatch):
     expected = torch.autograd.grad(conv(x, w, b).sum(), (x, w, b))
     with context:
         found = torch.autograd.grad(conv(x, w, b).sum(), (x, w, b))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, expected)
     for stats in (context.stats.forward, context.stats.backward):
         assert (stats.calls, getattr(stats, winner)) == (1, 1)
 
@@ -93,8 +92,7 @@ def test_one_gradient_by_ours_and_the_others_by_pytorch(function, monkeypatch):
     expected = torch.autograd.grad(function(x, w, b).sum(), (x, w, b))
     with context:
         found = torch.autograd.grad(function(x, w, b).sum(), (x, w, b))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found, expected)
     assert (context.stats.forward.native, context.stats.backward.ours) == (1, 1)
 
 
@@ -137,8 +135,7 @@ def test_lists_of_one_entry_are_told_from_others(ours):
     expected = [functional.conv2d(x, w, **options) for options in (wide, narrow)]
     with ours:
         found = [functional.conv2d(x, w, **options) for options in (wide, narrow)]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert ours.stats.forward.ours == 2
 
 

@@ -16,7 +16,6 @@ import mucudnn.torch as mt  # noqa: E402
 from tests.torch_calls import (  # noqa: E402
     Residual,
     conv,
-    conv_transpose,
     operands,
     tuner,
 )
@@ -186,24 +185,6 @@ def test_other_data_types(dtype, fell_back, ours):
     assert ours.stats.forward.fell_back == fell_back
 
 
-def test_double_backward_of_transposed_convolutions(ours):
-    x = torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(4, 2, 3, 3, dtype=torch.float64, requires_grad=True)
-    b = torch.randn(4, dtype=torch.float64, requires_grad=True)
-
-    def results():
-        loss = conv_transpose(x, w, b).square().sum()
-        first = torch.autograd.grad(loss, (x, w, b), create_graph=True)
-        again = sum(value.square().sum() for value in first)
-        return torch.autograd.grad(again, (x, w, b))
-
-    wanted = results()
-    with ours:
-        found = results()
-    assert_same(found, wanted)
-    assert ours.stats.backward.fell_back == {}
-
-
 def test_gradients_by_another_thread(ours):
     x, w, b = operands()
     wanted = torch.autograd.grad(conv(x, w, b).sum(), (x, w, b))
@@ -217,27 +198,6 @@ def test_gradients_by_another_thread(ours):
         other.join()
     assert_same(tuple(found), wanted)
     assert ours.stats.backward.ours == 1
-
-
-def test_replicas_of_a_model_in_threads(ours):
-    model = Residual().double().eval()
-    batches = torch.randn(4, 2, 3, 8, 8, dtype=torch.float64)
-    wanted = [model(x) for x in batches]
-    with ours:
-        replicas = [copy.deepcopy(model) for _ in batches]
-        found = [None] * len(replicas)
-
-        def work(i):
-            found[i] = replicas[i](batches[i])
-            found[i].sum().backward()
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert_same(found, wanted)
-    assert ours.stats.backward.ours == ours.stats.backward.calls == 4 * 5
 
 
 def test_gradients_that_contradict_are_refused_as_pytorch_does(ours):

@@ -486,17 +486,6 @@ def test_a_compiled_step_with_dropout_is_verified_against_eager_mode(made):
     assert step.plan.kernels
 
 
-@pytest.mark.parametrize("value", ["yes", 1, None])
-def test_the_option_is_true_or_false(value):
-    model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="inductor must be True or False"):
-        mt.train_step(
-            model, torch.sum, torch.optim.SGD(model.parameters(), 0.1), inductor=value
-        )
-    with pytest.raises(TypeError, match="inductor must be True or False"):
-        mt.backend(inductor=value)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [

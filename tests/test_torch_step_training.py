@@ -177,3 +177,42 @@ def test_every_kind_of_batch_has_a_plan_up_to_a_limit():
         step.prepare(x[:3], y[:3])
     assert step.prepare(x, y) is first
     assert step.prepare(x[:4], y[:4]) is not second
+
+
+class Tempered(nn.Linear):
+    heat = 1.0
+
+    def forward(self, x):
+        return super().forward(x) / self.heat
+
+
+def test_what_changes_with_every_step_is_named_once_plans_are_dropped():
+    model, x, y = Tempered(6, 3), torch.randn(6, 6), torch.randn(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, functional.mse_loss, optimizer, cache=None, max_plans=2)
+    for model.heat in (1.0, 2.0):
+        step(x, y)
+    model.heat = 3.0
+    with pytest.warns(
+        UserWarning, match=r"max_plans=2.*Tempered\.heat changed.*tensor"
+    ):
+        step(x, y)
+    assert step(x, y).isfinite()
+
+
+def test_a_loss_that_counts_its_calls_counts_every_step():
+    model, optimizer, x, y = built()
+    calls = 0
+
+    def loss_fn(out, y):
+        nonlocal calls
+        calls += 1
+        return functional.mse_loss(out, y)
+
+    step = mt.train_step(model, loss_fn, optimizer, cache=None)
+    for _ in range(3):
+        step(x, y)
+    with pytest.warns(UserWarning, match="free variable 'calls'"):
+        step(x, y)
+    step(x, y)
+    assert calls == 5

@@ -233,26 +233,6 @@ def test_bad_input_is_said():
         mt.train_step(model, loss_fn, sgd(model))(x.to("meta"), y)
 
 
-def test_memory_is_studied_without_running():
-    model, loss_fn, batch = build("mlp")
-    study = mt.memory(model, loss_fn, batch, adamw(model), device="h200")
-    assert study.least_budget < study.unlimited_bytes
-    assert study.plan(study.least_budget).peak_bytes <= study.least_budget
-    budget = 3 * study.least_budget
-    most = study.max_batch(budget)
-    assert most > len(batch[0])
-
-    def larger(size):
-        x, y = (t.new_zeros((size, *t.shape[1:])) for t in batch)
-        return mt.memory(model, loss_fn, (x, y), adamw(model)).least_budget
-
-    assert larger(most) <= budget < larger(most + 1)
-    with pytest.raises(PlanningError, match="a batch of one"):
-        study.max_batch(1024)
-    with pytest.raises(ValueError, match="unknown device"):
-        mt.memory(model, loss_fn, batch, adamw(model), device="abacus")
-
-
 def test_planning_draws_no_random_numbers():
     """Whoever seeds before the first step gets the eager step's dropout."""
     model, loss_fn, batch = build("gpt")

@@ -5,6 +5,8 @@ optimizer, a schedule, options of `train_step` and what changes before which ste
 eager mode gives is what planned steps have to give.
 """
 
+# ruff: noqa: F401  (rows of tables use what is imported)
+
 import functools
 import random
 import types
@@ -28,6 +30,7 @@ from tests.torch_programs import (
     compare,
     free_costs,
     new_step,
+    rows_of,
 )
 
 WIDTH = 8
@@ -106,33 +109,6 @@ class Reader(nn.Module):
         return x * self.factor()
 
 
-def reader(
-    factor: Callable[[Any], Any],
-    change: Callable[[Any, float], Any],
-    make: Callable[[], dict[str, Any]] = dict,
-    **others: Any,
-) -> type[Reader]:
-    """Return a class of readers.
-
-    Args:
-        factor: Returns the factor that a reader holds.
-        change: Gives a reader another factor.
-        make: Gives the attributes that a reader has from the beginning.
-        others: Attributes of the class.
-    """
-
-    class Holding(Reader):
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-            for name, value in make().items():
-                setattr(self, name, value)
-            self.change(1.0)
-
-    for name, value in {"factor": factor, "change": change, **others}.items():
-        setattr(Holding, name, value)
-    return Holding
-
-
 def in_cell() -> dict[str, Any]:
     """Return two functions that share a free variable: one sets it, one returns it."""
     now = 1.0
@@ -142,6 +118,52 @@ def in_cell() -> dict[str, Any]:
         now = factor
 
     return {"setter": setter, "getter": lambda: now}
+
+
+SCALES = {"now": 1.0}
+
+READER = """
+def build():
+    class Holding(Reader):
+        def __init__(self):
+            nn.Module.__init__(self)
+            for name, value in dict({attributes}).items():
+                setattr(self, name, value)
+            self.change(1.0)
+        def factor(s):
+            {factor}
+        def change(s, factor):
+            {change}
+    return Holding
+"""
+"""Of a class of readers: its attributes, what it multiplies by, how that changes."""
+
+READERS: dict[str, type[Reader]] = {
+    name: build()
+    for name, build, _ in rows_of(
+        """
+attribute | scale=1.0 | s.scale | s.scale = factor
+private_attribute | _scale=1.0 | s._scale | s._scale = factor
+attribute_that_appears
+    | | getattr(s, "scale", 1.0) | if factor != 1.0: s.scale = factor
+list | scales=[1.0] | s.scales[0] | s.scales[0] = factor
+nested_object
+    | config={"scales": types.SimpleNamespace(now=1.0)} | s.config["scales"].now
+    | s.config["scales"].now = factor
+closure | | s.function() | s.function = lambda: factor
+shared_cell | **in_cell() | s.getter() | s.setter(factor)
+global | | SCALES["now"] | SCALES["now"] = factor
+class | | s.scale | type(s).scale = factor
+partial | | s.function(0.0) | s.function = functools.partial(max, factor)
+plain_tensor | | s.held[0] | s.held = [torch.tensor(factor)]
+tensor_in_place | held=[torch.tensor(1.0)] | s.held[0] | s.held[0].fill_(factor)
+tensors_number | held=[torch.tensor(1.0)] | s.held[0].item() | s.held[0].fill_(factor)
+""",
+        globals(),
+        READER,
+        "attributes factor change",
+    )
+}
 
 
 class Buffered(Reader):
@@ -156,68 +178,23 @@ class Buffered(Reader):
         return self.scale
 
 
-SCALES = {"now": 1.0}
+class ByProperty(Reader):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.change(1.0)
+
+    @property
+    def scale(self):
+        return self._scale
+
+    def change(self, factor):
+        self._scale = factor
+
+    def factor(self):
+        return self.scale
 
 
-def sets(name: str) -> Callable[[Any, Any], None]:
-    return lambda s, factor: setattr(s, name, factor)
-
-
-def in_tensor() -> dict[str, Any]:
-    return {"held": [torch.tensor(1.0)]}
-
-
-OfAttribute = reader(lambda s: s.scale, sets("scale"))
-OfList = reader(
-    lambda s: s.scales[0],
-    lambda s, factor: s.scales.__setitem__(0, factor),
-    lambda: {"scales": [1.0]},
-)
-OfClass = reader(
-    lambda s: s.scale, lambda s, factor: setattr(type(s), "scale", factor), scale=1.0
-)
-READERS: dict[str, type[Reader]] = {
-    "attribute": OfAttribute,
-    "private_attribute": reader(lambda s: s._scale, sets("_scale")),
-    "attribute_that_appears": reader(
-        lambda s: getattr(s, "scale", 1.0),
-        lambda s, factor: factor != 1.0 and setattr(s, "scale", factor),
-    ),
-    "list": OfList,
-    "nested_object": reader(
-        lambda s: s.config["scales"].now,
-        lambda s, factor: setattr(s.config["scales"], "now", factor),
-        lambda: {"config": {"scales": types.SimpleNamespace(now=1.0)}},
-    ),
-    "closure": reader(
-        lambda s: s.function(), lambda s, factor: setattr(s, "function", lambda: factor)
-    ),
-    "shared_cell": reader(
-        lambda s: s.getter(), lambda s, factor: s.setter(factor), in_cell
-    ),
-    "global": reader(
-        lambda s: SCALES["now"], lambda s, factor: SCALES.update(now=factor)
-    ),
-    "class": OfClass,
-    "property": reader(
-        lambda s: s.scale, sets("_scale"), scale=property(lambda s: s._scale)
-    ),
-    "partial": reader(
-        lambda s: s.function(0.0),
-        lambda s, factor: setattr(s, "function", functools.partial(max, factor)),
-    ),
-    "plain_tensor": reader(
-        lambda s: s.held[0],
-        lambda s, factor: setattr(s, "held", [torch.tensor(factor)]),
-    ),
-    "tensor_in_place": reader(
-        lambda s: s.held[0], lambda s, factor: s.held[0].fill_(factor), in_tensor
-    ),
-    "tensors_number": reader(
-        lambda s: s.held[0].item(), lambda s, factor: s.held[0].fill_(factor), in_tensor
-    ),
-    "buffer": Buffered,
-}
+READERS |= {"buffer": Buffered, "property": ByProperty}
 
 
 class Averaging(nn.Module):
@@ -491,46 +468,16 @@ class World:
         self.factors[0] *= 0.5
         return self.factors[0]
 
-
-Change = Callable[[World], Any]
-
-
-def on_all(
-    *kinds: type, act: Callable[[Any], Any] | None = None, **values: Any
-) -> Change:
-    """Return a change of all modules of some kinds: a call of each, or attributes."""
-
-    def change(world: World) -> None:
-        for module in world.find(*kinds):
-            if act is not None:
-                act(module)
-            for name, value in values.items():
-                setattr(module, name, value)
-
-    return change
-
-
-def on_groups(**values: Any) -> Change:
-    """Return a change of the optimizer's groups that have these entries."""
-
-    def change(world: World) -> None:
-        for group in world.groups:
+    def set_numbers(self, **values: Any) -> None:
+        """Change the optimizer's groups that have these entries."""
+        for group in self.groups:
             group.update({k: v for k, v in values.items() if k in group})
 
-    return change
+    def change_batches(self, change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+        self.training.batches = [change(*batch) for batch in self.training.batches]
 
 
-def toggles(name: str) -> Callable[[Any], None]:
-    return lambda module: setattr(module, name, not getattr(module, name))
-
-
-def on_network(act: Callable[[Any], Any]) -> Change:
-    return lambda world: act(world.network)
-
-
-def hooked(register: Callable[[World], Any]) -> Change:
-    """Return a change that registers a hook, whose handle the world keeps."""
-    return lambda world: world.handles.append(register(world))
+Change = Callable[[World], Any]
 
 
 def norms(world: World) -> None:
@@ -557,15 +504,6 @@ def loss_changes(world: World) -> None:
         loss.weight = torch.ones(4)
 
 
-def forward_hook(world: World) -> None:
-    factor = world.factors
-
-    def scale(module, inputs, out):
-        return out * (1.0 + factor[0])
-
-    world.handles.append(world.network.first.register_forward_hook(scale))
-
-
 def parameter_hook(world: World) -> None:
     weight = world.network.last.weight
     if weight.requires_grad:
@@ -588,26 +526,6 @@ def optimizer_hook(world: World) -> None:
     world.handles.append(optimizer.register_step_post_hook(clamp))
 
 
-def hooks_removed(world: World) -> None:
-    while world.handles:
-        world.handles.pop().remove()
-
-
-def weights_in_other_memory(network: Any) -> None:
-    for parameter in network.parameters():
-        parameter.data = parameter.data.clone()
-
-
-def weight_transposed_in_memory(network: Any) -> None:
-    weight = network.last.weight
-    weight.data = weight.data.t().contiguous().t()
-
-
-def channels_last(network: Any) -> None:
-    if network.inputs == "images":
-        network.to(memory_format=torch.channels_last)
-
-
 def weights_share_memory(network: Any) -> None:
     shape = network.first.weight.shape
     alike = [p for p in network.parameters() if p.shape == shape]
@@ -623,22 +541,6 @@ def state_loaded(network: Any) -> None:
     )
 
 
-def state_assigned(network: Any) -> None:
-    state = {k: v.clone() for k, v in network.state_dict().items()}
-    network.load_state_dict(state, assign=True)
-
-
-def block_replaced(network: Any) -> None:
-    if len(network.blocks):
-        network.blocks[-1] = nn.Tanh()
-
-
-def block_added(world: World) -> None:
-    scale = OfList()
-    world.network.blocks.append(scale)
-    scale.change(world.next_factor())
-
-
 def layer_with_a_group_added(world: World) -> None:
     if world.network.inputs != "images":
         layer = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -646,112 +548,98 @@ def layer_with_a_group_added(world: World) -> None:
         world.training.optimizer.add_param_group({"params": [layer.weight]})
 
 
-def parametrization_added(network: Any) -> None:
-    if not parametrize.is_parametrized(network.last, "weight"):
-        parametrize.register_parametrization(network.last, "weight", nn.Tanh())
-
-
-def forward_replaced(network: Any) -> None:
-    if len(network.blocks):
-        network.blocks[0].forward = torch.tanh
-
-
-def state_of_the_optimizer_loaded(world: World) -> None:
-    optimizer = world.training.optimizer
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
-def gradients_are_there(network: Any) -> None:
-    for parameter in network.parameters():
-        parameter.grad = torch.ones_like(parameter)
-
-
-def on_batches(act: Callable[[list[Any]], list[Any]]) -> Change:
-    return lambda world: setattr(world.training, "batches", act(world.training.batches))
-
-
-def under_autocast(**options: Any) -> Change:
-    return lambda world: setattr(
-        world.training, "around", lambda number: torch.autocast("cpu", **options)
-    )
-
+CHANGE = """
+def build():
+    def change(w):
+        n, o = w.network, w.training.optimizer
+        {change}
+    return change
+"""
+"""Of a world `w`, its network and its optimizer."""
 
 CHANGES: dict[str, Change] = {
-    "nothing": lambda world: None,
-    "readers": lambda w: [r.change(w.next_factor()) for r in w.find(Reader)],
-    "last_reader": lambda w: [r.change(w.next_factor()) for r in w.find(Reader)[-1:]],
-    "same_value_again": on_all(
-        OfAttribute, act=lambda r: setattr(r, "scale", float(str(r.scale)))
-    ),
-    "unread_attribute": lambda w: setattr(w.network, "_for_a_log", w.next_factor()),
-    "skips": on_all(Skipping, act=toggles("active")),
-    "causal": on_all(Attending, act=toggles("causal")),
-    "dropout": on_all(nn.Dropout, p=0.7),
-    "norms": norms,
-    "norms_to_eval": on_all(
-        nn.BatchNorm1d, nn.BatchNorm2d, act=lambda norm: norm.eval()
-    ),
-    "norms_without_statistics": norms_without_statistics,
-    "evaluating": on_network(lambda n: n.eval()),
-    "training_again": on_network(lambda n: n.train()),
-    "loss_changes": loss_changes,
-    "forward_hook": forward_hook,
-    "forward_pre_hook": hooked(
-        lambda w: w.network.last.register_forward_pre_hook(
-            lambda module, inputs: (inputs[0] * 0.5,)
-        )
-    ),
-    "backward_hook": hooked(
-        lambda w: w.network.last.register_full_backward_hook(
-            lambda module, inputs, outputs: tuple(
-                None if g is None else g * 0.5 for g in inputs
-            )
-        )
-    ),
-    "parameter_hook": parameter_hook,
-    "post_accumulate_hook": post_accumulate_hook,
-    "optimizer_hook": optimizer_hook,
-    "hooks_read_another_number": World.next_factor,
-    "hooks_removed": hooks_removed,
-    "first_layer_frozen": on_network(lambda n: n.first.requires_grad_(False)),
-    "everything_thawed": on_network(lambda n: n.requires_grad_(True)),
-    "weights_clamped": torch.no_grad()(
-        lambda w: [p.clamp_(-0.2, 0.2) for p in w.network.parameters()]
-    ),
-    "weights_in_other_memory": on_network(weights_in_other_memory),
-    "weight_transposed_in_memory": on_network(weight_transposed_in_memory),
-    "channels_last": on_network(channels_last),
-    "weights_share_memory": on_network(weights_share_memory),
-    "state_loaded": on_network(state_loaded),
-    "state_assigned": on_network(state_assigned),
-    "block_replaced": on_network(block_replaced),
-    "block_added": block_added,
-    "block_removed": on_network(lambda n: n.blocks.__delitem__(slice(0, 1))),
-    "layer_with_a_group_added": layer_with_a_group_added,
-    "parametrization_added": on_network(parametrization_added),
-    "forward_replaced": on_network(forward_replaced),
-    "rate": lambda w: [group.update(lr=group["lr"] * 0.5) for group in w.groups],
-    "weight_decay": on_groups(weight_decay=0.2),
-    "momentum": on_groups(momentum=0.3, betas=(0.5, 0.7)),
-    "state_cleared": lambda w: w.training.optimizer.state.clear(),
-    "state_of_the_optimizer_loaded": state_of_the_optimizer_loaded,
-    "gradients_are_there": on_network(gradients_are_there),
-    "smaller_batches": on_batches(lambda b: [(x[:6], y[:6]) for x, y in b]),
-    "strided_batches": on_batches(
-        lambda b: [(x.transpose(0, -1).contiguous().transpose(0, -1), y) for x, y in b]
-    ),
-    "one_tensor_twice": on_batches(lambda b: b[:1]),
-    "seeded": lambda w: torch.manual_seed(5),
-    "deterministic": lambda w: torch.use_deterministic_algorithms(True),
-    "autocast": under_autocast(dtype=torch.bfloat16),
-    "autocast_off": under_autocast(enabled=False),
-    "anomaly_detection": lambda w: torch.set_anomaly_enabled(True),
+    name: build()
+    for name, build, _ in rows_of(
+        """
+nothing |
+readers | for reader in w.find(Reader): reader.change(w.next_factor())
+last_reader | for reader in w.find(Reader)[-1:]: reader.change(w.next_factor())
+same_value_again
+    | for reader in w.find(READERS["attribute"]):
+    reader.scale = float(str(reader.scale))
+unread_attribute | n._for_a_log = w.next_factor()
+skips | for block in w.find(Skipping): block.active = not block.active
+causal | for block in w.find(Attending): block.causal = not block.causal
+dropout | for block in w.find(nn.Dropout): block.p = 0.7
+norms | norms(w)
+norms_to_eval | for norm in w.find(nn.BatchNorm1d, nn.BatchNorm2d): norm.eval()
+norms_without_statistics | norms_without_statistics(w)
+evaluating | n.eval()
+training_again | n.train()
+loss_changes | loss_changes(w)
+forward_hook
+    | factors = w.factors; scale = lambda module, inputs, out: out * (1.0 + factors[0])
+    ; w.handles.append(n.first.register_forward_hook(scale))
+forward_pre_hook
+    | halve = lambda module, inputs: (inputs[0] * 0.5,)
+    ; w.handles.append(n.last.register_forward_pre_hook(halve))
+backward_hook
+    | halve = lambda _, given, __: tuple(None if g is None else g * 0.5 for g in given)
+    ; w.handles.append(n.last.register_full_backward_hook(halve))
+parameter_hook | parameter_hook(w)
+post_accumulate_hook | post_accumulate_hook(w)
+optimizer_hook | optimizer_hook(w)
+hooks_read_another_number | w.next_factor()
+hooks_removed | while w.handles: w.handles.pop().remove()
+first_layer_frozen | n.first.requires_grad_(False)
+everything_thawed | n.requires_grad_(True)
+weights_clamped
+    | with torch.no_grad(): [p.clamp_(-0.2, 0.2) for p in n.parameters()]
+weights_in_other_memory | for p in n.parameters(): p.data = p.data.clone()
+weight_transposed_in_memory
+    | n.last.weight.data = n.last.weight.data.t().contiguous().t()
+channels_last | if n.inputs == "images": n.to(memory_format=torch.channels_last)
+weights_share_memory | weights_share_memory(n)
+state_loaded | state_loaded(n)
+state_assigned
+    | state = {k: v.clone() for k, v in n.state_dict().items()}
+    ; n.load_state_dict(state, assign=True)
+block_replaced | if len(n.blocks): n.blocks[-1] = nn.Tanh()
+block_added
+    | n.blocks.append(READERS["list"]()); n.blocks[-1].change(w.next_factor())
+block_removed | del n.blocks[:1]
+layer_with_a_group_added | layer_with_a_group_added(w)
+parametrization_added
+    | if not parametrize.is_parametrized(n.last, "weight"):
+    parametrize.register_parametrization(n.last, "weight", nn.Tanh())
+forward_replaced | if len(n.blocks): n.blocks[0].forward = torch.tanh
+rate | for group in w.groups: group["lr"] *= 0.5
+weight_decay | w.set_numbers(weight_decay=0.2)
+momentum | w.set_numbers(momentum=0.3, betas=(0.5, 0.7))
+state_cleared | o.state.clear()
+state_of_the_optimizer_loaded | o.load_state_dict(o.state_dict())
+gradients_are_there | for p in n.parameters(): p.grad = torch.ones_like(p)
+smaller_batches | w.change_batches(lambda x, y: (x[:6], y[:6]))
+strided_batches
+    | w.change_batches(
+    lambda x, y: (x.transpose(0, -1).contiguous().transpose(0, -1), y))
+one_tensor_twice | w.training.batches = w.training.batches[:1]
+seeded | torch.manual_seed(5)
+deterministic | torch.use_deterministic_algorithms(True)
+autocast | w.training.around = lambda _: torch.autocast("cpu", torch.bfloat16)
+autocast_off | w.training.around = lambda _: torch.autocast("cpu", enabled=False)
+anomaly_detection | torch.set_anomaly_enabled(True)
+""",
+        globals(),
+        CHANGE,
+        "change",
+    )
 }
 
 
 def training_of(recipe: Recipe) -> Training:
     """Return the training that a recipe describes."""
-    SCALES["now"], OfClass.scale = 1.0, 1.0
+    SCALES["now"] = READERS["class"].scale = 1.0  # type: ignore[attr-defined]
     blocks = [BLOCKS[name][1]() for name in recipe.blocks]
     network = Network(recipe.inputs, blocks)
     optimizer = OPTIMIZERS[recipe.optimizer](list(network.parameters()))

@@ -10,11 +10,14 @@ call did change shows. Any other error is a difference, unless eager mode raises
 same type.
 """
 
+import ast
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import random
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -119,6 +122,74 @@ class Programs(dict[str, Program]):
             raise ValueError(f"two programs have the name {name}")
         self[name] = Program(build, **known)
         return build
+
+    def table(
+        self, space: dict[str, Any], template: str, columns: str, **known: bool
+    ) -> Callable[[str], None]:
+        """Return a function that adds the programs of rows, see `rows_of`.
+
+        Behind the columns, a row has words that say what is known of its program.
+        """
+
+        def add(text: str) -> None:
+            for name, build, words in rows_of(text, space, template, columns):
+                self(build, name=name, **known, **dict.fromkeys(words.split(), True))
+
+        return add
+
+
+def rows_of(
+    text: str, space: dict[str, Any], template: str, columns: str
+) -> Iterator[tuple[str, Callable[[], Any], str]]:
+    """Yield the name of each row of a table, a function, and the cell behind.
+
+    Bars are between cells; a row goes on where lines are indented. A cell that is a
+    line of the template has statements, of which the last one in a function may be an
+    expression, which is returned.
+
+    Args:
+        text: The rows: a name, a cell for each column, and perhaps one more.
+        space: Globals of the functions: those of the caller's module.
+        template: Source of a function `build`.
+        columns: Names by which the template refers to the cells.
+    """
+    for row in re.sub(r"\n +", " ", text).strip().splitlines():
+        name, *cells = (cell.strip() for cell in row.split("|"))
+        named = dict(itertools.zip_longest(columns.split(), cells, fillvalue=""))
+        behind = named.pop("", "")
+        found: dict[str, Any] = {}
+        # The file is the user's own, as messages and the recorder of reads say.
+        code = compile(_filled_in(template, named), space["__file__"], "exec")
+        exec(code, space, found)
+        yield name, found["build"], behind
+
+
+def _filled_in(template: str, cells: dict[str, str]) -> str:
+    """Return a template with cells in their places."""
+    lines: list[str] = []
+    outer: set[str] = set()  # names that functions within `build` may set
+    for line in template.splitlines():
+        cell = cells.get(line.strip(" {}"))
+        if cell is None:
+            lines.append(line.format(**cells))
+            continue
+        nodes = ast.parse(cell or "pass").body
+        stored = {
+            node.id
+            for node in ast.walk(ast.Module(nodes, []))
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        indent = line[: -len(line.lstrip())]
+        if len(indent) == 4:
+            outer |= stored
+        else:
+            if stored & outer:
+                lines.append(f"{indent}nonlocal {', '.join(sorted(stored & outer))}")
+            if isinstance(nodes[-1], ast.Expr):
+                nodes[-1] = ast.Return(nodes[-1].value)
+        source = ast.unparse(ast.Module(nodes, [])).splitlines()
+        lines += [indent + statement for statement in source]
+    return "\n".join(lines)
 
 
 @dataclass

@@ -1,13 +1,14 @@
 """Programs whose objects change between steps: attributes and containers."""
 
-import collections
+# ruff: noqa: F401  (rows of tables use what is imported)
+
 import dataclasses
 import enum
-import fractions
 import functools
-import types
 import weakref
-from collections.abc import Callable
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,254 +20,106 @@ from tests.torch_programs import Programs, Reading, Training, perceptron, traine
 PROGRAMS = Programs()
 
 
-def changing(
-    name: str,
-    read: Callable[[Any, torch.Tensor], torch.Tensor],
-    change: Callable[[Any], Any],
-    make: Callable[[], dict[str, Any]] = dict,
-    **others: bool,
-) -> None:
-    """Add a program.
+READS = """
+def build():
+    def read(s, out):
+        {result}
+    m = Reading(read, {attributes})
+    def change():
+        {change}
+    return trained(m, change=change)
+"""
+"""Of a module `m` that does something with its network's output.
 
-    Args:
-        name: Its name.
-        read: What the module does with its network's output.
-        change: What is done with the module before the third step.
-        make: Gives the module's attributes.
-        others: What else is known of it.
-    """
+A row has the module's attributes, the module's result, and a change of the module.
+"""
 
-    def build() -> Training:
-        model = Reading(read, **make())
-        return trained(model, change=lambda: change(model))
-
-    PROGRAMS(build, name=name, **others)
-
-
-def replaced(
-    name: str,
-    read: Callable[[Any, torch.Tensor], torch.Tensor],
-    before: Any,
-    after: Any,
-    **others: bool,
-) -> None:
-    """Add a program whose attribute `a` gets another value."""
-    changing(
-        name, read, lambda m: setattr(m, "a", after), lambda: {"a": before}, **others
-    )
-
-
-def times(s: Any, out: torch.Tensor) -> torch.Tensor:
-    return out * s.a
-
-
-def of_type(s: Any, out: torch.Tensor) -> torch.Tensor:
-    return out * (1.0 if type(s.a) is int else 2.0)
-
-
-def default(s: Any, out: torch.Tensor) -> torch.Tensor:
-    return out * getattr(s, "a", 1.0)
+COLUMNS = "attributes result change"
+reads = PROGRAMS.table(globals(), READS, COLUMNS)
 
 
 # --- one value for another
 
-replaced("public_number", times, 1.0, 3.0, is_planned=True)
-replaced("int_becomes_equal_float", of_type, 1, 1.0)
-replaced("int_becomes_equal_bool", of_type, 1, True)
-replaced(
-    "zero_becomes_negative_zero",
-    lambda s, out: out * (1.0 if str(s.a) == "0.0" else 3.0),
-    0.0,
-    -0.0,
-)
-replaced("none_becomes_number", lambda s, out: out * (s.a or 1.0), None, 3.0)
-replaced("number_becomes_none", lambda s, out: out * (s.a or 1.0), 3.0, None)
-replaced("flag_turned", lambda s, out: out.tanh() if s.a else out, False, True)
-replaced("text_replaced", lambda s, out: out * len(s.a), "a", "abc")
-replaced("bytes_replaced", lambda s, out: out * s.a[0], b"\1", b"\3")
-replaced("complex_number", lambda s, out: out * s.a.real, 1 + 1j, 3 + 1j)
-replaced(
-    "fraction",
-    lambda s, out: out * float(s.a),
-    fractions.Fraction(1, 2),
-    fractions.Fraction(1, 3),
-)
-replaced("tuple_replaced", lambda s, out: out * s.a[1], (1.0, 2.0), (1.0, 3.0))
-replaced("slice_replaced", lambda s, out: out * s.a.stop, slice(0, 2), slice(0, 4))
-replaced("range_replaced", lambda s, out: out * len(s.a), range(2), range(4))
-replaced("frozenset", lambda s, out: out * len(s.a), frozenset("a"), frozenset("ab"))
-replaced(
-    "dtype_replaced", lambda s, out: out.to(s.a).float(), torch.float32, torch.bfloat16
-)
-replaced("numpy_scalar", lambda s, out: out * float(s.a), np.float32(1), np.float32(3))
-replaced("numpy_flag", lambda s, out: out * 2 if s.a else out, np.bool_(0), np.bool_(1))
-replaced(
-    "numpy_array_replaced",
-    lambda s, out: out * float(s.a.sum()),
-    np.ones(2),
-    np.ones(3),
-)
-replaced("tensor_replaced", times, torch.tensor(1.0), torch.tensor(3.0))
-replaced(
-    "tensor_asked_replaced",
-    lambda s, out: out * s.a.item(),
-    torch.tensor(1.0),
-    torch.tensor(3.0),
-)
-replaced("function_replaced", lambda s, out: s.a(out), torch.relu, torch.tanh)
-replaced("class_replaced", lambda s, out: s.a()(out), nn.Identity, nn.Tanh)
-replaced("same_value_set_again", times, 1000.5, float("1000.5"), keeps_plan=True)
-replaced(
-    "nan_set_again",
-    lambda s, out: out * (2.0 if s.a != s.a else 1.0),
-    float("nan"),
-    float("nan"),
-)
-replaced("unread_attribute", lambda s, out: out.sin(), 1, 2, keeps_plan=True)
+reads("""
+public_number | a=1.0 | out * s.a | m.a = 3.0 | is_planned
+int_becomes_equal_float | a=1 | out * (1.0 if type(s.a) is int else 2.0) | m.a = 1.0
+int_becomes_equal_bool | a=1 | out * (1.0 if type(s.a) is int else 2.0) | m.a = True
+zero_becomes_negative_zero
+    | a=0.0 | out * (1.0 if str(s.a) == "0.0" else 3.0) | m.a = -0.0
+none_becomes_number | a=None | out * (s.a or 1.0) | m.a = 3.0
+number_becomes_none | a=3.0 | out * (s.a or 1.0) | m.a = None
+flag_turned | a=False | out.tanh() if s.a else out | m.a = True
+text_replaced | a="a" | out * len(s.a) | m.a = "abc"
+bytes_replaced | a=b"\\1" | out * s.a[0] | m.a = b"\\3"
+complex_number | a=1 + 1j | out * s.a.real | m.a = 3 + 1j
+fraction | a=Fraction(1, 2) | out * float(s.a) | m.a = Fraction(1, 3)
+tuple_replaced | a=(1.0, 2.0) | out * s.a[1] | m.a = (1.0, 3.0)
+slice_replaced | a=slice(0, 2) | out * s.a.stop | m.a = slice(0, 4)
+range_replaced | a=range(2) | out * len(s.a) | m.a = range(4)
+frozenset | a=frozenset("a") | out * len(s.a) | m.a = frozenset("ab")
+dtype_replaced | a=torch.float32 | out.to(s.a).float() | m.a = torch.bfloat16
+numpy_scalar | a=np.float32(1) | out * float(s.a) | m.a = np.float32(3)
+numpy_flag | a=np.bool_(0) | out * 2 if s.a else out | m.a = np.bool_(1)
+numpy_array_replaced | a=np.ones(2) | out * float(s.a.sum()) | m.a = np.ones(3)
+tensor_replaced | a=torch.tensor(1.0) | out * s.a | m.a = torch.tensor(3.0)
+tensor_asked_replaced | a=torch.tensor(1.0) | out * s.a.item() | m.a = torch.tensor(3.0)
+function_replaced | a=torch.relu | s.a(out) | m.a = torch.tanh
+class_replaced | a=nn.Identity | s.a()(out) | m.a = nn.Tanh
+same_value_set_again | a=1000.5 | out * s.a | m.a = float("1000.5") | keeps_plan
+nan_set_again
+    | a=float("nan") | out * (2.0 if s.a != s.a else 1.0) | m.a = float("nan")
+unread_attribute | a=1 | out.sin() | m.a = 2 | keeps_plan
+""")
 
 # --- attributes that come and go
 
-changing("attribute_appears", default, lambda m: setattr(m, "a", 3.0))
-changing(
-    "attribute_appears_hasattr",
-    lambda s, out: out * (3.0 if hasattr(s, "a") else 1.0),
-    lambda m: setattr(m, "a", None),
-)
-changing("attribute_disappears", default, lambda m: delattr(m, "a"), lambda: {"a": 3.0})
-changing(
-    "private_number",
-    lambda s, out: out * s._a,
-    lambda m: setattr(m, "_a", 3.0),
-    lambda: {"_a": 1.0},
-)
-changing("set_through_vars", times, lambda m: vars(m).update(a=3.0), lambda: {"a": 1.0})
-changing(
-    "training_flag_set_by_hand",
-    lambda s, out: out * 2 if s.net[1].training else out,
-    lambda m: setattr(m.net[1], "training", False),
-)
-changing(
-    "counted_outside_for_a_log",
-    lambda s, out: out.sin(),
-    lambda m: setattr(m, "steps", m.steps + 1),
-    lambda: {"steps": 0},
-    keeps_plan=True,
-)
+reads("""
+attribute_appears | | out * getattr(s, "a", 1.0) | m.a = 3.0
+attribute_appears_hasattr | | out * (3.0 if hasattr(s, "a") else 1.0) | m.a = None
+attribute_disappears | a=3.0 | out * getattr(s, "a", 1.0) | del m.a
+private_number | _a=1.0 | out * s._a | m._a = 3.0
+set_through_vars | a=1.0 | out * s.a | vars(m).update(a=3.0)
+training_flag_set_by_hand
+    | | out * 2 if s.net[1].training else out | m.net[1].training = False
+counted_outside_for_a_log | steps=0 | out.sin() | m.steps += 1 | keeps_plan
+""")
 
 # --- containers
 
-
-def inside(
-    name: str,
-    make: Callable[[], Any],
-    read: Callable[[Any], float],
-    change: Callable[[Any], Any],
-    **others: bool,
-) -> None:
-    """Add a program that reads a number from an object `a`, which is changed inside."""
-    changing(
-        name,
-        lambda s, out: out * read(s.a),
-        lambda m: change(m.a),
-        lambda: {"a": make()},
-        **others,
-    )
-
-
-def first(held: Any) -> float:
-    return float(held[0])
-
-
-inside("list_item", lambda: [1.0, 2.0], first, lambda a: a.__setitem__(0, 3.0))
-inside("list_grows", lambda: [1.0], len, lambda a: a.append(0.0))
-inside("list_order", lambda: [1.0, 2.0], first, list.reverse)
-inside("list_sliced", lambda: [1.0, 2.0, 3.0], lambda a: sum(a[1:]), lambda a: a.pop())
-inside(
-    "nested_containers",
-    lambda: [{"a": {"b": 1.0}}],
-    lambda a: a[0]["a"]["b"],
-    lambda a: a[0]["a"].update(b=3.0),
-)
-inside("dict_value", lambda: {"w": 1.0}, lambda a: a["w"], lambda a: a.update(w=3.0))
-inside("dict_key_appears", dict, lambda a: a.get("w", 1.0), lambda a: a.update(w=3.0))
-inside(
-    "dict_order",
-    lambda: {"a": 1.0, "b": 2.0},
-    lambda a: next(iter(a.values())),
-    lambda a: a.update(a=a.pop("a")),
-)
-inside(
-    "dict_keys_joined",
-    lambda: {"a": 0},
-    lambda a: len("".join(a)),
-    lambda a: a.update(bcd=0),
-)
-inside("membership", set, lambda a: 3.0 if "x" in a else 1.0, lambda a: a.add("x"))
-inside("set_grows", lambda: {1}, len, lambda a: a.add(2))
-inside(
-    "defaultdict_key",
-    lambda: collections.defaultdict(lambda: 1.0, other=1.0),
-    lambda a: a["other"],
-    lambda a: a.update(other=3.0),
-)
-inside(
-    "defaultdict_factory",
-    lambda: collections.defaultdict(lambda: 1.0),
-    lambda a: a["w"],
-    lambda a: (a.clear(), setattr(a, "default_factory", lambda: 3.0)),
-)
-inside(
-    "ordered_dict_moved",
-    lambda: collections.OrderedDict(a=1.0, b=2.0),
-    lambda a: next(iter(a.values())),
-    lambda a: a.move_to_end("a"),
-)
-inside(
-    "counter_updated",
-    lambda: collections.Counter("ab"),
-    lambda a: a.total(),
-    lambda a: a.update("abc"),
-)
-inside(
-    "chain_map",
-    lambda: collections.ChainMap({}, {"w": 1.0}),
-    lambda a: a["w"],
-    lambda a: a.maps[1].update(w=3.0),
-)
-inside(
-    "deque_rotated", lambda: collections.deque([1.0, 3.0]), first, lambda a: a.rotate()
-)
-inside(
-    "list_that_holds_itself",
-    lambda: (lambda a: (a.append(a), a)[1])([1.0]),
-    lambda a: a[1][1][0],
-    lambda a: a.__setitem__(0, 3.0),
-)
-inside(
-    "numpy_array_in_place", lambda: np.ones(3), first, lambda a: a.__setitem__(0, 3.0)
-)
-inside(
-    "tensor_asked_in_place",
-    lambda: torch.tensor([1.0, 2.0]),
-    lambda a: a[0].item(),
-    lambda a: a.fill_(3.0),
-)
-inside(
-    "tensor_in_a_list_replaced",
-    lambda: [torch.tensor(1.0)],
-    lambda a: a[0],
-    lambda a: a.__setitem__(0, torch.tensor(3.0)),
-)
-inside(
-    "tensor_in_a_list_in_place",
-    lambda: [torch.tensor(1.0)],
-    lambda a: a[0],
-    lambda a: a[0].fill_(3.0),
-)
-inside(
-    "tensor_in_place", lambda: torch.tensor(1.0), lambda a: a, lambda a: a.fill_(3.0)
-)
-inside("unread_list_item", lambda: [1.0, 2.0], first, lambda a: None, keeps_plan=True)
+reads("""
+list_item | a=[1.0, 2.0] | out * s.a[0] | m.a[0] = 3.0
+list_grows | a=[1.0] | out * len(s.a) | m.a.append(0.0)
+list_order | a=[1.0, 2.0] | out * s.a[0] | m.a.reverse()
+list_sliced | a=[1.0, 2.0, 3.0] | out * sum(s.a[1:]) | m.a.pop()
+nested_containers
+    | a=[{"a": {"b": 1.0}}] | out * s.a[0]["a"]["b"] | m.a[0]["a"]["b"] = 3.0
+dict_value | a={"w": 1.0} | out * s.a["w"] | m.a["w"] = 3.0
+dict_key_appears | a={} | out * s.a.get("w", 1.0) | m.a["w"] = 3.0
+dict_order
+    | a={"a": 1.0, "b": 2.0} | out * next(iter(s.a.values())) | m.a["a"] = m.a.pop("a")
+dict_keys_joined | a={"a": 0} | out * len("".join(s.a)) | m.a["bcd"] = 0
+membership | a=set() | out * (3.0 if "x" in s.a else 1.0) | m.a.add("x")
+set_grows | a={1} | out * len(s.a) | m.a.add(2)
+defaultdict_key
+    | a=defaultdict(lambda: 1.0, other=1.0) | out * s.a["other"] | m.a["other"] = 3.0
+defaultdict_factory
+    | a=defaultdict(lambda: 1.0) | out * s.a["w"]
+    | m.a.clear(); m.a.default_factory = lambda: 3.0
+ordered_dict_moved
+    | a=OrderedDict(a=1.0, b=2.0) | out * next(iter(s.a.values()))
+    | m.a.move_to_end("a")
+counter_updated | a=Counter("ab") | out * s.a.total() | m.a.update("abc")
+chain_map | a=ChainMap({}, {"w": 1.0}) | out * s.a["w"] | m.a.maps[1]["w"] = 3.0
+deque_rotated | a=deque([1.0, 3.0]) | out * s.a[0] | m.a.rotate()
+list_that_holds_itself | a=endless_list() | out * s.a[1][1][0] | m.a[0] = 3.0
+numpy_array_in_place | a=np.ones(3) | out * float(s.a[0]) | m.a[0] = 3.0
+tensor_asked_in_place | a=torch.ones(2) | out * s.a[0].item() | m.a.fill_(3.0)
+tensor_in_a_list_replaced
+    | a=[torch.tensor(1.0)] | out * s.a[0] | m.a[0] = torch.tensor(3.0)
+tensor_in_a_list_in_place | a=[torch.tensor(1.0)] | out * s.a[0] | m.a[0].fill_(3.0)
+tensor_in_place | a=torch.tensor(1.0) | out * s.a | m.a.fill_(3.0)
+unread_list_item | a=[1.0, 2.0] | out * s.a[0] | | keeps_plan
+""")
 
 
 # --- objects
@@ -369,99 +222,54 @@ class Mode(enum.Enum):
     SCALED = 3.0
 
 
-def scale_of(held: Any) -> float:
-    return held.scale
+def endless_list() -> list[Any]:
+    """Return a list that holds a number and itself."""
+    found: list[Any] = [1.0]
+    found.append(found)
+    return found
 
 
-def triple(held: Any) -> None:
-    held.scale = 3.0
+def referred() -> SimpleNamespace:
+    """Return an object, and a weak reference to it."""
+    held = Settings()
+    return SimpleNamespace(strong=held, weak=weakref.ref(held))
 
 
-inside("dataclass_field", Settings, scale_of, triple)
-inside(
-    "unread_dataclass_field",
-    Settings,
-    scale_of,
-    lambda a: setattr(a, "unused", 1),
-    keeps_plan=True,
-)
-inside("slots", Slotted, scale_of, triple)
-inside("simple_namespace", lambda: types.SimpleNamespace(scale=1.0), scale_of, triple)
-inside("getattr_over_a_dict", Stored, scale_of, lambda a: a.held.update(scale=3.0))
-inside("property", Described, scale_of, lambda a: setattr(a, "_scale", 3.0))
-inside(
-    "descriptor", Described, lambda a: a.doubled, lambda a: setattr(a, "_scale", 3.0)
-)
-inside(
-    "cached_property_forgotten",
-    Described,
-    lambda a: a.cached,
-    lambda a: (vars(a).pop("cached", None), setattr(a, "_scale", 3.0)),
-)
-inside("length", Sized, len, lambda a: a.held.append(3.0))
-inside("truth", Sized, lambda a: 3.0 if a else 1.0, lambda a: a.held.append(3.0))
-inside("item", Sized, lambda a: a[-1], lambda a: a.held.append(3.0))
-inside("contains", Sized, lambda a: 2.0 + (3.0 in a), lambda a: a.held.append(3.0))
-inside("iterated", Sized, sum, lambda a: a.held.append(3.0))
-inside("as_float", Sized, float, lambda a: a.held.append(3.0))
-inside("called", Sized, lambda a: a(), lambda a: a.held.append(3.0))
-inside("reflected_operator", Sized, lambda a: 1.0 * a, lambda a: a.held.append(3.0))
-inside(
-    "object_in_a_dict_in_an_object",
-    lambda: types.SimpleNamespace(held={"s": Settings()}),
-    lambda a: a.held["s"].scale,
-    lambda a: triple(a.held["s"]),
-)
-inside(
-    "weak_reference",
-    lambda: types.SimpleNamespace(strong=(held := Settings()), weak=weakref.ref(held)),
-    lambda a: a.weak().scale,
-    lambda a: triple(a.strong),
-)
-inside(
-    "weak_reference_dies",
-    lambda: types.SimpleNamespace(strong=(held := Settings()), weak=weakref.ref(held)),
-    lambda a: 3.0 if a.weak() is None else 1.0,
-    lambda a: vars(a).pop("strong") and None,
-)
-inside(
-    "weak_key_dictionary",
-    lambda: weakref.WeakKeyDictionary({Mode.PLAIN: 1.0}),
-    lambda a: a[Mode.PLAIN],
-    lambda a: a.update({Mode.PLAIN: 3.0}),
-)
-replaced(
-    "frozen_dataclass",
-    lambda s, out: out * s.a.scale,
-    FrozenSettings(),
-    FrozenSettings(3.0),
-)
-replaced("enumeration", lambda s, out: out * s.a.value, Mode.PLAIN, Mode.SCALED)
-
-
-@PROGRAMS
-def object_that_equals_everything() -> Training:
-    model = Reading(lambda s, out: out * s.a.scale, a=AlwaysEqual())
-
-    def change() -> None:
-        model.a = AlwaysEqual()
-        model.a.scale = 3.0
-
-    return trained(model, change=change)
-
-
-@PROGRAMS
-def plain_object_holds_a_module() -> Training:
-    hidden = nn.Dropout(0.5)
-    model = Reading(lambda s, out: s.held[0](out), held=[hidden])
-    return trained(model, change=lambda: setattr(hidden, "p", 0.1))
-
-
-@PROGRAMS
-def module_in_a_list_to_eval() -> Training:
-    hidden = nn.Dropout(0.5)
-    model = Reading(lambda s, out: s.held[0](out), held=[hidden])
-    return trained(model, change=hidden.eval)
+reads("""
+dataclass_field | a=Settings() | out * s.a.scale | m.a.scale = 3.0
+unread_dataclass_field | a=Settings() | out * s.a.scale | m.a.unused = 1 | keeps_plan
+slots | a=Slotted() | out * s.a.scale | m.a.scale = 3.0
+simple_namespace | a=SimpleNamespace(scale=1.0) | out * s.a.scale | m.a.scale = 3.0
+getattr_over_a_dict | a=Stored() | out * s.a.scale | m.a.held["scale"] = 3.0
+property | a=Described() | out * s.a.scale | m.a._scale = 3.0
+descriptor | a=Described() | out * s.a.doubled | m.a._scale = 3.0
+cached_property_forgotten
+    | a=Described() | out * s.a.cached | vars(m.a).pop("cached", None); m.a._scale = 3.0
+length | a=Sized() | out * len(s.a) | m.a.held.append(3.0)
+truth | a=Sized() | out * (3.0 if s.a else 1.0) | m.a.held.append(3.0)
+item | a=Sized() | out * s.a[-1] | m.a.held.append(3.0)
+contains | a=Sized() | out * (2.0 + (3.0 in s.a)) | m.a.held.append(3.0)
+iterated | a=Sized() | out * sum(s.a) | m.a.held.append(3.0)
+as_float | a=Sized() | out * float(s.a) | m.a.held.append(3.0)
+called | a=Sized() | out * s.a() | m.a.held.append(3.0)
+reflected_operator | a=Sized() | out * (1.0 * s.a) | m.a.held.append(3.0)
+object_in_a_dict_in_an_object
+    | a=SimpleNamespace(held={"s": Settings()}) | out * s.a.held["s"].scale
+    | m.a.held["s"].scale = 3.0
+weak_reference | a=referred() | out * s.a.weak().scale | m.a.strong.scale = 3.0
+weak_reference_dies
+    | a=referred() | out * (3.0 if s.a.weak() is None else 1.0) | del m.a.strong
+weak_key_dictionary
+    | a=weakref.WeakKeyDictionary({Mode.PLAIN: 1.0}) | out * s.a[Mode.PLAIN]
+    | m.a[Mode.PLAIN] = 3.0
+frozen_dataclass | a=FrozenSettings() | out * s.a.scale | m.a = FrozenSettings(3.0)
+enumeration | a=Mode.PLAIN | out * s.a.value | m.a = Mode.SCALED
+object_that_equals_everything
+    | a=AlwaysEqual() | out * s.a.scale | m.a = AlwaysEqual(); m.a.scale = 3.0
+plain_object_holds_a_module
+    | held=[nn.Dropout(0.5)] | s.held[0](out) | m.held[0].p = 0.1
+module_in_a_list_to_eval | held=[nn.Dropout(0.5)] | s.held[0](out) | m.held[0].eval()
+""")
 
 
 # --- classes and methods
@@ -472,81 +280,46 @@ def with_class(**attributes: Any) -> type[Reading]:
     return type("Special", (Reading,), attributes)
 
 
-def of_class(
-    name: str,
-    attributes: Callable[[], dict[str, Any]],
-    read: Callable[[Any, torch.Tensor], torch.Tensor],
-    change: Callable[[Any], Any],
-) -> None:
-    """Add a program whose module's class has attributes, and is changed."""
-
-    def build() -> Training:
-        model = with_class(**attributes())(read)
-        return trained(model, change=lambda: change(type(model)))
-
-    PROGRAMS(build, name=name)
+def derived(**attributes: Any) -> type[Reading]:
+    """Return a new class of modules, whose base has attributes of its own."""
+    return type("Derived", (with_class(**attributes),), {})
 
 
-of_class(
-    "class_attribute",
-    lambda: {"gain": 1.0},
-    lambda s, out: out * s.gain,
-    lambda kind: setattr(kind, "gain", 3.0),
-)
-of_class(
-    "class_attribute_appears",
-    dict,
-    lambda s, out: out * getattr(s, "gain", 1.0),
-    lambda kind: setattr(kind, "gain", 3.0),
-)
-of_class(
-    "method_replaced_on_the_class",
-    lambda: {"post": lambda self, x: x},
-    lambda s, out: s.post(out),
-    lambda kind: setattr(kind, "post", lambda self, x: x * 3),
-)
-of_class(
-    "static_method_replaced",
-    lambda: {"post": staticmethod(lambda x: x)},
-    lambda s, out: s.post(out),
-    lambda kind: setattr(kind, "post", staticmethod(lambda x: x * 3)),
-)
-of_class(
-    "class_method_reads_the_class",
-    lambda: {"gain": 1.0, "now": classmethod(lambda kind: kind.gain)},
-    lambda s, out: out * s.now(),
-    lambda kind: setattr(kind, "gain", 3.0),
-)
-of_class(
-    "class_attribute_list",
-    lambda: {"gains": [1.0]},
-    lambda s, out: out * s.gains[0],
-    lambda kind: kind.gains.__setitem__(0, 3.0),
-)
-of_class(
-    "property_replaced_on_the_class",
-    lambda: {"gain": property(lambda self: 1.0)},
-    lambda s, out: out * s.gain,
-    lambda kind: setattr(kind, "gain", property(lambda self: 3.0)),
-)
-of_class(
-    "attribute_of_a_base_class",
-    lambda: {"gain": 1.0},
-    lambda s, out: out * s.gain,
-    lambda kind: setattr(kind, "gain", 3.0),
-)
-of_class(
-    "forward_replaced_on_the_class",
-    dict,
-    lambda s, out: out,
-    lambda kind: setattr(kind, "forward", lambda self, x: self.net(x) * 3),
-)
-of_class(
-    "call_replaced_on_the_class",
-    dict,
-    lambda s, out: out,
-    lambda kind: setattr(kind, "__call__", lambda self, x: self.forward(x) * 3),
-)
+def of_class(maker: str) -> Any:
+    """Return a table whose rows have attributes of the module's own class."""
+    template = READS.replace("Reading(read, ", f"{maker}(").replace("s})", "s})(read)")
+    return PROGRAMS.table(globals(), template, COLUMNS)
+
+
+classes, derived_classes = of_class("with_class"), of_class("derived")
+
+classes("""
+class_attribute | gain=1.0 | out * s.gain | type(m).gain = 3.0
+class_attribute_appears | | out * getattr(s, "gain", 1.0) | type(m).gain = 3.0
+method_replaced_on_the_class
+    | post=lambda self, x: x | s.post(out) | type(m).post = lambda self, x: x * 3
+static_method_replaced
+    | post=staticmethod(lambda x: x) | s.post(out)
+    | type(m).post = staticmethod(lambda x: x * 3)
+class_method_reads_the_class
+    | gain=1.0, now=classmethod(lambda kind: kind.gain) | out * s.now()
+    | type(m).gain = 3.0
+class_attribute_list | gains=[1.0] | out * s.gains[0] | m.gains[0] = 3.0
+property_replaced_on_the_class
+    | gain=property(lambda self: 1.0) | out * s.gain
+    | type(m).gain = property(lambda self: 3.0)
+forward_replaced_on_the_class
+    | | out | type(m).forward = lambda self, x: self.net(x) * 3
+call_replaced_on_the_class
+    | | out | type(m).__call__ = lambda self, x: self.forward(x) * 3
+method_replaced_on_the_instance
+    | post=lambda self, x: x | s.post(out) | m.post = lambda x: x * 3
+""")
+
+derived_classes("""
+attribute_of_a_base_class | gain=1.0 | out * s.gain | type(m).__base__.gain = 3.0
+subclass_attribute_hides_the_base | gain=1.0 | out * s.gain | type(m).gain = 3.0
+""")
 
 
 @PROGRAMS
@@ -555,13 +328,6 @@ def metaclass_attribute() -> Training:
     space = meta("Space", (), {})
     model = Reading(lambda s, out: out * s.space.gain, space=space)
     return trained(model, change=lambda: setattr(meta, "gain", 3.0))
-
-
-@PROGRAMS
-def subclass_attribute_hides_the_base() -> Training:
-    base = with_class(gain=1.0)
-    model = type("Derived", (base,), {})(lambda s, out: out * s.gain)
-    return trained(model, change=lambda: setattr(type(model), "gain", 3.0))
 
 
 @PROGRAMS
@@ -579,12 +345,6 @@ def forward_replaced_on_the_instance() -> Training:
     model = perceptron()
     shorter = lambda x: model[2](model[0](x))  # noqa: E731
     return trained(model, change=lambda: setattr(model, "forward", shorter))
-
-
-@PROGRAMS
-def method_replaced_on_the_instance() -> Training:
-    model = with_class(post=lambda self, x: x)(lambda s, out: s.post(out))
-    return trained(model, change=lambda: setattr(model, "post", lambda x: x * 3))
 
 
 @PROGRAMS

@@ -1,6 +1,7 @@
 """Programs whose steps change what they read: counters, iterators, chance, clocks."""
 
-import collections
+# ruff: noqa: F401  (rows of tables use what is imported)
+
 import contextvars
 import copy
 import functools
@@ -8,6 +9,7 @@ import itertools
 import os
 import random
 import types
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,6 @@ from tests.torch_programs import (
     Programs,
     Reading,
     Training,
-    nothing,
     sgd,
     trained,
     vectors,
@@ -34,333 +35,140 @@ COUNT = 0
 entropy = functional.cross_entropy
 
 
-def counting(make: Callable[[], Callable[..., Any]]) -> Callable[[], Any]:
-    """Add a program whose loss changes with its calls."""
-
-    def build() -> Training:
-        model = nn.Linear(6, 4)
-        return trained(model, loss_fn=make(), optimizer=sgd(model))
-
-    PROGRAMS(build, name=make.__name__, changes_in_step=True)
-    return make
-
-
 def late(count: float) -> float:
     """A factor that changes with the third step."""
     return 1.0 if count <= 2 else 3.0
 
 
-@counting
-def closure_counter():
+def set_global(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+def raise_at(number: int, count: int) -> None:
+    if number == count:
+        raise RuntimeError("an error of the loss")
+
+
+class Counter:
+    """A loss that counts in itself, or in its class."""
+
     count = 0
 
+    def __call__(self, out, y):
+        self.count += 1
+        return entropy(out, y) * late(self.count)
+
+
+class ClassCounter:
+    count = 0
+
+    def __call__(self, out, y):
+        type(self).count += 1
+        return entropy(out, y) * late(type(self).count)
+
+
+LOSSES = """
+def build():
+    {made}
     def loss(out, y):
-        nonlocal count
-        count += 1
-        return entropy(out, y) * late(count)
-
-    return loss
-
-
-@counting
-def list_counter():
-    count = [0]
-
-    def loss(out, y):
-        count[0] += 1
-        return entropy(out, y) * late(count[0])
-
-    return loss
-
-
-@counting
-def global_counter():
-    globals()["COUNT"] = 0
-
-    def loss(out, y):
-        globals()["COUNT"] += 1
-        return entropy(out, y) * late(COUNT)
-
-    return loss
-
-
-@counting
-def global_counter_by_a_statement():
-    global COUNT
-    COUNT = 0
-
-    def loss(out, y):
-        global COUNT
-        COUNT += 1
-        return entropy(out, y) * late(COUNT)
-
-    return loss
-
-
-@counting
-def raises_at_its_third_call():
-    count = [0]
-
-    def loss(out, y):
-        count[0] += 1
-        if count[0] == 3:
-            raise RuntimeError("the third call")
-        return entropy(out, y)
-
-    return loss
-
-
-@counting
-def object_counter():
-    class Loss:
-        count = 0
-
-        def __call__(self, out, y):
-            self.count += 1
-            return entropy(out, y) * late(self.count)
-
-    return Loss()
-
-
-@counting
-def class_counter():
-    class Loss:
-        count = 0
-
-        def __call__(self, out, y):
-            type(self).count += 1
-            return entropy(out, y) * late(Loss.count)
-
-    return Loss()
-
-
-@counting
-def function_attribute_counter():
-    def loss(out, y):
-        loss.count += 1
-        return entropy(out, y) * late(loss.count)
-
-    loss.count = 0
-    return loss
-
-
-@counting
-def loss_that_is_annealed_by_itself():
-    rates = {"w": 1.0}
-
-    def loss(out, y):
-        rates["w"] *= 0.5
-        return entropy(out, y) * rates["w"]
-
-    return loss
-
-
-@counting
-def iterator_counter():
-    count = itertools.count(1)
-    return lambda out, y: entropy(out, y) * late(next(count))
-
-
-@counting
-def cycle():
-    rates = itertools.cycle([1.0, 2.0, 3.0])
-    return lambda out, y: entropy(out, y) * next(rates)
-
-
-@counting
-def list_iterator():
-    rates = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    return lambda out, y: entropy(out, y) * next(rates)
-
-
-@counting
-def generator():
-    def rates():
-        yield from (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
-
-    made = rates()
-    return lambda out, y: entropy(out, y) * next(made)
-
-
-@counting
-def range_iterator():
-    numbers = iter(range(1, 10))
-    return lambda out, y: entropy(out, y) * late(next(numbers))
-
-
-@counting
-def deque_window():
-    window = collections.deque([1.0], maxlen=3)
-
-    def loss(out, y):
-        window.append(2.0)
-        return entropy(out, y) * sum(window)
-
-    return loss
-
-
-@counting
-def list_that_is_emptied():
-    rates = [4.0, 3.0, 2.0, 1.0]
-    return lambda out, y: entropy(out, y) * rates.pop()
-
-
-@counting
-def set_that_grows():
-    seen = set()
-
-    def loss(out, y):
-        seen.add(len(seen))
-        return entropy(out, y) * len(seen)
-
-    return loss
-
-
-@counting
-def defaultdict_counter():
-    counts = collections.defaultdict(int)
-
-    def loss(out, y):
-        counts["calls"] += 1
-        return entropy(out, y) * late(counts["calls"])
-
-    return loss
-
-
-@counting
-def cache_that_counts():
-    @functools.cache
-    def made(number):
-        return number * 2.0
-
-    def loss(out, y):
-        return entropy(out, y) * made(made.cache_info().currsize)
-
-    return loss
-
-
-@counting
-def context_variable_counter():
-    CONTEXT.set(1.0)
-
-    def loss(out, y):
-        CONTEXT.set(CONTEXT.get() + 1.0)
-        return entropy(out, y) * CONTEXT.get()
-
-    return loss
-
-
-@counting
-def environment_counter():
-    os.environ["MUCUDNN_TEST_RATE"] = "1"
-
-    def loss(out, y):
-        os.environ["MUCUDNN_TEST_RATE"] += "1"
-        return entropy(out, y) * len(os.environ["MUCUDNN_TEST_RATE"])
-
-    return loss
-
-
-@counting
-def mean_of_losses_as_a_number():
-    mean = [1.0]
-
-    def loss(out, y):
-        value = entropy(out, y)
-        mean[0] = 0.9 * mean[0] + 0.1 * value.item()
-        return value / mean[0]
-
-    return loss
-
-
-@counting
-def mean_of_losses_as_a_tensor():
-    mean = torch.tensor(1.0)
-
-    def loss(out, y):
-        nonlocal mean
-        value = entropy(out, y)
-        mean = 0.9 * mean + 0.1 * value.detach()
-        return value / mean
-
-    return loss
-
-
-@counting
-def last_result_in_a_closure():
-    last = None
-
-    def loss(out, y):
-        nonlocal last
-        before, last = last, out.detach()
-        value = entropy(out, y)
-        return value if before is None else value + (out - before).square().mean()
-
-    return loss
-
-
-@PROGRAMS(changes_in_step=True)
-def log_of_losses() -> Training:
-    log: list[Any] = []
-
-    def loss(out, y):
-        value = entropy(out, y)
-        log.append(value.detach())
-        return value
-
-    return trained(nn.Linear(6, 4), loss_fn=loss, watched=lambda: list(log))
-
-
-@PROGRAMS(changes_in_step=True)
-def calls_are_counted_for_a_log() -> Training:
-    calls = [0]
-
-    def loss(out, y):
-        calls[0] += 1
-        return entropy(out, y)
-
-    return trained(nn.Linear(6, 4), loss_fn=loss, watched=lambda: calls[0])
-
-
-def reading_in_step(
-    name: str, read: Callable[[Any, torch.Tensor], torch.Tensor], **attributes: Any
-) -> None:
-    """Add a program whose module changes what it reads in every step."""
-
-    def build() -> Training:
-        return trained(Reading(read, **{k: v() for k, v in attributes.items()}))
-
-    PROGRAMS(build, name=name, changes_in_step=True)
-
-
-def counts_in_forward(s, out):
-    s.count += 1
-    return out * late(s.count)
-
-
-def counts_privately(s, out):
-    s._count = getattr(s, "_count", 0) + 1
-    return out * late(s._count)
-
-
-def anneals(s, out):
-    s.heat *= 0.5
-    return out / s.heat
-
-
-def keeps_the_last(s, out):
-    before, s.last = s.last, out.detach()
-    return out if before is None else out + 0.1 * before
-
-
-def collects(s, out):
-    s.held.append(out.detach())
-    return out + sum(s.held) / len(s.held)
-
-
-def pushes_and_pops(s, out):
-    s.held.append(3.0)
-    return out * s.held.pop()
+        {result}
+    def watched():
+        {watched}
+    model = nn.Linear(6, 4)
+    return trained(model, loss_fn=loss, optimizer=sgd(model), watched=watched)
+"""
+"""Of losses that change what they have: what is made, what a loss does and returns."""
+
+losses = PROGRAMS.table(globals(), LOSSES, "made result watched", changes_in_step=True)
+
+losses("""
+closure_counter | count = 0 | count += 1; entropy(out, y) * late(count)
+list_counter | count = [0] | count[0] += 1; entropy(out, y) * late(count[0])
+global_counter
+    | set_global("COUNT", 0) | globals()["COUNT"] += 1; entropy(out, y) * late(COUNT)
+global_counter_by_a_statement
+    | set_global("COUNT", 0) | global COUNT; COUNT += 1; entropy(out, y) * late(COUNT)
+raises_at_its_third_call
+    | count = [0] | count[0] += 1; raise_at(3, count[0]); entropy(out, y)
+function_attribute_counter
+    | held = lambda: None; held.count = 0
+    | held.count += 1; entropy(out, y) * late(held.count)
+loss_that_is_annealed_by_itself
+    | rates = {"w": 1.0} | rates["w"] *= 0.5; entropy(out, y) * rates["w"]
+iterator_counter | count = itertools.count(1) | entropy(out, y) * late(next(count))
+cycle | rates = itertools.cycle([1.0, 2.0, 3.0]) | entropy(out, y) * next(rates)
+list_iterator | rates = iter([1.0, 2.0, 3.0, 4.0, 5.0]) | entropy(out, y) * next(rates)
+generator | rates = (float(i) for i in range(1, 7)) | entropy(out, y) * next(rates)
+range_iterator | numbers = iter(range(1, 10)) | entropy(out, y) * late(next(numbers))
+deque_window
+    | window = deque([1.0], maxlen=3)
+    | window.append(2.0); entropy(out, y) * sum(window)
+list_that_is_emptied | rates = [4.0, 3.0, 2.0, 1.0] | entropy(out, y) * rates.pop()
+set_that_grows | seen = set() | seen.add(len(seen)); entropy(out, y) * len(seen)
+defaultdict_counter
+    | counts = defaultdict(int)
+    | counts["calls"] += 1; entropy(out, y) * late(counts["calls"])
+cache_that_counts
+    | doubled = functools.cache(lambda number: number * 2.0)
+    | entropy(out, y) * doubled(doubled.cache_info().currsize)
+context_variable_counter
+    | CONTEXT.set(1.0)
+    | CONTEXT.set(CONTEXT.get() + 1.0); entropy(out, y) * CONTEXT.get()
+environment_counter
+    | os.environ["MUCUDNN_TEST_RATE"] = "1"
+    | os.environ["MUCUDNN_TEST_RATE"] += "1"
+    ; entropy(out, y) * len(os.environ["MUCUDNN_TEST_RATE"])
+mean_of_losses_as_a_number
+    | mean = [1.0]
+    | value = entropy(out, y); mean[0] = 0.9 * mean[0] + 0.1 * value.item()
+    ; value / mean[0]
+mean_of_losses_as_a_tensor
+    | mean = torch.tensor(1.0)
+    | value = entropy(out, y); mean = 0.9 * mean + 0.1 * value.detach(); value / mean
+last_result_in_a_closure
+    | last = None
+    | before, last = last, out.detach(); value = entropy(out, y)
+    ; value if before is None else value + (out - before).square().mean()
+log_of_losses
+    | log = [] | value = entropy(out, y); log.append(value.detach()); value | list(log)
+calls_are_counted_for_a_log
+    | calls = [0] | calls[0] += 1; entropy(out, y) | calls[0]
+""")
+
+counts = functools.partial(PROGRAMS, changes_in_step=True)
+counts(lambda: trained(nn.Linear(6, 4), loss_fn=Counter()), name="object_counter")
+
+
+@counts
+def class_counter() -> Training:
+    return trained(nn.Linear(6, 4), loss_fn=type("Loss", (ClassCounter,), {})())
+
+
+READS = """
+def build():
+    def read(s, out):
+        {result}
+    return trained(Reading(read, {attributes}))
+"""
+"""Of modules that change their attributes, which a row begins with."""
+
+reads = PROGRAMS.table(globals(), READS, "attributes result", changes_in_step=True)
+
+reads("""
+module_counter | count=0 | s.count += 1; out * late(s.count)
+private_module_counter
+    | | s._count = getattr(s, "_count", 0) + 1; out * late(s._count)
+annealed_in_forward | heat=2.0 | s.heat *= 0.5; out / s.heat
+last_result_in_an_attribute
+    | last=None
+    | before, s.last = s.last, out.detach()
+    ; out if before is None else out + 0.1 * before
+results_collected
+    | held=[] | s.held.append(out.detach()); out + sum(s.held) / len(s.held)
+pushes_and_pops | held=[] | s.held.append(3.0); out * s.held.pop()
+iterator_in_an_attribute | numbers=iter(range(1, 9)) | out * next(s.numbers)
+tensor_counted_and_asked | gain=torch.ones(()) | s.gain.add_(1); out * s.gain.item()
+""")
 
 
 def makes_its_buffer(s, out):
@@ -369,28 +177,7 @@ def makes_its_buffer(s, out):
     return out * s.mask
 
 
-def buffer_by_number(s, out):
-    s.gain.add_(1)
-    return out * s.gain.item()
-
-
-reading_in_step("module_counter", counts_in_forward, count=int)
-reading_in_step("private_module_counter", counts_privately)
-reading_in_step("annealed_in_forward", anneals, heat=lambda: 2.0)
-reading_in_step("last_result_in_an_attribute", keeps_the_last, last=lambda: None)
-reading_in_step("results_collected", collects, held=list)
-reading_in_step("pushes_and_pops", pushes_and_pops, held=list)
-reading_in_step(
-    "iterator_in_an_attribute",
-    lambda s, out: out * next(s.numbers),
-    numbers=lambda: iter(range(1, 9)),
-)
-reading_in_step(
-    "tensor_counted_and_asked", buffer_by_number, gain=lambda: torch.ones(())
-)
-
-
-@PROGRAMS(changes_in_step=True)
+@counts
 def buffer_made_by_the_first_step() -> Training:
     model = Reading(makes_its_buffer)
     model.register_buffer("mask", None)
@@ -399,244 +186,104 @@ def buffer_made_by_the_first_step() -> Training:
 
 # --- what a step stores has several names
 
+STORES = """
+def build():
+    def read(s, out):
+        {step}
+    m = Reading(read, {attributes})
+    def touch(*_):
+        {touch}
+    def shown():
+        {shown}
+    return trained(m, after=touch, watched=shown)
+"""
+"""Of modules that store something, which is changed by another name after a step."""
 
-def stored(
-    name: str,
-    step: Callable[[Any, torch.Tensor], torch.Tensor],
-    touch: Callable[[Any], Any],
-    shown: Callable[[Any], Any],
-    **attributes: Any,
-) -> None:
-    """Add a program that stores something, and changes it by another name later."""
+PAIR = {"a": torch.zeros(4), "b": torch.zeros(4)}
 
-    def build() -> Training:
-        model = Reading(step, **{k: v() for k, v in attributes.items()})
-        after = lambda *_: touch(model)  # noqa: E731
-        return trained(model, after=after, watched=lambda: shown(model))
-
-    PROGRAMS(build, name=f"stored_{name}", changes_in_step=True)
-
-
-def storing(**values: Callable[[Any, torch.Tensor], Any]):
-    """Return what a module does that sets attributes, one after the other."""
-
-    def step(s, out):
-        for name, value in values.items():
-            setattr(s, name, value(s, out))
-        return out * s.pool[0][0] if hasattr(s, "pool") else out
-
-    return step
-
-
-def zeros() -> torch.Tensor:
-    return torch.zeros(4)
-
-
-PAIR = {"a": zeros, "b": zeros}
-
-
-def pool() -> list[list[float]]:
-    return [[1.0, 2.0], [3.0]]
-
-
-def queue(s, out):
-    s.held.append(out.detach())
-    s.held = s.held[-2:]
-    return out + sum(s.held)
-
-
-def queue_in_a_tuple(s, out):
-    s.held[0].append(out.detach())
-    s.held = (s.held[0][-2:],)
-    return out + s.held[0][0]
-
-
-def logged(s, out):
-    s.last = {"out": out.detach()}
-    s.log.append(s.last)
-    return out
-
-
-def swapped(s, out):
-    s.a, s.b = s.b, s.a
-    return out * s.a[0]
-
-
-def same_shape(s, out):
-    found = list(out.shape) == s.shape
-    s.shape = list(out.shape)
-    return out * (1.0 + found)
-
-
-def buffer_updated(s, out):
-    mean = s.layer.running_mean
-    s.seen = mean
-    result = out + mean
-    mean.add_(out.detach().mean(0))
-    return result
-
-
-def pool_replaced(s):
-    s.pool = copy.deepcopy(s.pool)
-    s.current[0] += 1
-
-
-def set_first(values: Any, value: Any) -> None:
-    values[0] = value
-
-
-stored("queue", queue, nothing, lambda s: len(s.held), held=list)
-stored("queue_in_a_tuple", queue_in_a_tuple, nothing, nothing, held=lambda: ([],))
-stored(
-    "new_list_twice",
-    storing(a=lambda _, out: [out.detach()], b=lambda s, _: s.a),
-    lambda s: s.a.append(1),
-    lambda s: len(s.b),
-    a=list,
-    b=list,
-)
-stored(
-    "result_twice",
-    storing(a=lambda _, out: out.detach(), b=lambda s, _: s.a),
-    lambda s: s.a.zero_(),
-    lambda s: (s.b.sum(), s.a is s.b),
-    **PAIR,
-)
-stored(
-    "result_and_a_part",
-    storing(a=lambda _, out: out.detach(), b=lambda s, _: s.a[0]),
-    lambda s: s.a.zero_(),
-    lambda s: s.b.sum(),
-    **PAIR,
-)
-stored(
-    "list_from_before",
-    storing(current=lambda s, _: s.pool[0]),
-    lambda s: set_first(s.current, s.current[0] + 1),
-    lambda s: s.pool,
-    pool=pool,
-    current=nothing,
-)
-stored(
-    "list_that_is_replaced_by_an_equal_one",
-    storing(current=lambda s, _: s.pool[0]),
-    pool_replaced,
-    lambda s: (s.pool, s.current),
-    pool=pool,
-    current=nothing,
-)
-stored(
-    "dict_twice", logged, lambda s: s.last.clear(), lambda s: s.log, log=list,
-    last=nothing,
-)  # fmt: skip
-stored(
-    "lists_that_change_places",
-    swapped,
-    lambda s: set_first(s.a, s.a[0] + 1),
-    lambda s: (s.a, s.b),
-    a=lambda: [1.0],
-    b=lambda: [1.0],
-)
-stored(
-    "equal_list",
-    same_shape,
-    lambda s: set_first(s.old, 7),
-    lambda s: s.shape,
-    old=lambda: [1],
-    shape=list,
-)
-stored(
-    "buffer",
-    buffer_updated,
-    lambda s: s.seen.mul_(0.5),
-    lambda s: s.seen is s.layer.running_mean,
-    layer=lambda: nn.BatchNorm1d(4),
-    seen=zeros,
-)
-stored(
-    "weight",
-    storing(a=lambda s, _: [s.layer.weight], b=lambda s, _: s.layer.weight.detach()),
-    lambda s: s.b.mul_(0.5),
-    lambda s: (s.a[0] is s.layer.weight, s.b.sum(), s.b.requires_grad),
-    layer=lambda: nn.Linear(2, 2),
-    a=lambda: [None],
-    b=zeros,
-)
-stored(
-    "weight_by_another_name",
-    storing(a=lambda s, _: s.layer.weight),
-    nothing,
-    lambda s: sorted(s.state_dict()),
-    layer=lambda: nn.Linear(2, 2),
-    a=nothing,
+stores = PROGRAMS.table(
+    globals(), STORES, "attributes step touch shown", changes_in_step=True
 )
 
-
-def gradient_kept(s, out):
-    out.retain_grad()
-    s.kept = out
-    return out * 2
-
-
-stored(
-    "result_for_its_gradient", gradient_kept, nothing, lambda s: s.kept.grad, kept=zeros
-)
+stores("""
+stored_queue
+    | held=[] | s.held.append(out.detach()); s.held = s.held[-2:]; out + sum(s.held)
+    | | len(m.held)
+stored_queue_in_a_tuple
+    | held=([],)
+    | s.held[0].append(out.detach()); s.held = (s.held[0][-2:],); out + s.held[0][0]
+stored_new_list_twice
+    | a=[], b=[] | s.a = [out.detach()]; s.b = s.a; out | m.a.append(1) | len(m.b)
+stored_result_twice
+    | **PAIR | s.a = out.detach(); s.b = s.a; out | m.a.zero_() | m.b.sum(), m.a is m.b
+stored_result_and_a_part
+    | **PAIR | s.a = out.detach(); s.b = s.a[0]; out | m.a.zero_() | m.b.sum()
+stored_list_from_before
+    | pool=[[1.0, 2.0], [3.0]], current=None
+    | s.current = s.pool[0]; out * s.pool[0][0] | m.current[0] += 1 | m.pool
+stored_list_that_is_replaced_by_an_equal_one
+    | pool=[[1.0, 2.0], [3.0]], current=None
+    | s.current = s.pool[0]; out * s.pool[0][0]
+    | m.pool = copy.deepcopy(m.pool); m.current[0] += 1 | m.pool, m.current
+stored_dict_twice
+    | log=[], last=None | s.last = {"out": out.detach()}; s.log.append(s.last); out
+    | m.last.clear() | m.log
+stored_lists_that_change_places
+    | a=[1.0], b=[1.0] | s.a, s.b = s.b, s.a; out * s.a[0] | m.a[0] += 1 | m.a, m.b
+stored_equal_list
+    | old=[1], shape=[]
+    | found = list(out.shape) == s.shape; s.shape = list(out.shape); out * (1.0 + found)
+    | m.old[0] = 7 | m.shape
+stored_buffer
+    | layer=nn.BatchNorm1d(4), seen=torch.zeros(4)
+    | mean = s.layer.running_mean; s.seen = mean; found = out + mean
+    ; mean.add_(out.detach().mean(0)); found
+    | m.seen.mul_(0.5) | m.seen is m.layer.running_mean
+stored_weight
+    | layer=nn.Linear(2, 2), a=[None], b=torch.zeros(4)
+    | s.a = [s.layer.weight]; s.b = s.layer.weight.detach(); out | m.b.mul_(0.5)
+    | m.a[0] is m.layer.weight, m.b.sum(), m.b.requires_grad
+stored_weight_by_another_name
+    | layer=nn.Linear(2, 2), a=None | s.a = s.layer.weight; out |
+    | sorted(m.state_dict())
+stored_result_for_its_gradient
+    | kept=torch.zeros(4) | out.retain_grad(); s.kept = out; out * 2 | | m.kept.grad
+""")
 
 
 # --- what a step does to its batch
 
 
-def of_pairs(
-    name: str,
-    step: Callable[..., Any],
-    second: Callable[[], Any],
-    shown: Callable[[torch.Tensor, Any], Any] = nothing,
-) -> None:
-    """Add a program whose model is called with a tensor and something else."""
+class Called(Reading):
+    """A module of a tensor and of something else, which all steps share."""
 
-    class Called(Reading):
-        def forward(self, x, other):
-            return step(self.net(x), x, other)
-
-    def build() -> Training:
-        model = Called(nothing)
-        x, y = vectors()
-        # The same one in all steps, so that it goes on changing.
-        pair = x, second()
-        return Training(model, sgd(model), [(pair, y)], watched=lambda: shown(*pair))
-
-    PROGRAMS(build, name=f"batch_{name}", changes_in_step=True)
+    def forward(self, x, other):
+        return self.read(self.net(x), x, other)
 
 
-def appends(out, _, other):
-    other.append(out.detach())
-    return out
+PAIRS = """
+def build():
+    def step(out, x, other):
+        {result}
+    model, (x, y) = Called(step), vectors()
+    other = {other}
+    def shown():
+        {shown}
+    return Training(model, sgd(model), [((x, other), y)], watched=shown)
+"""
 
+pairs = PROGRAMS.table(globals(), PAIRS, "other result shown", changes_in_step=True)
 
-def adds_a_key(out, _, other):
-    other["found"] = out.detach()
-    return out
-
-
-def swaps(out, x, other):
-    other[0], other[1] = other[1], other[0]
-    return out * other[0].sum() + x.sum()
-
-
-def tags(out, x, other):
-    x.seen = getattr(x, "seen", 0) + 1
-    return out * other
-
-
-of_pairs("list_grows", appends, list)
-of_pairs("dict_grows", adds_a_key, lambda: {"scale": torch.ones(4)})
-of_pairs("list_is_sorted_anew", swaps, lambda: [torch.ones(4), torch.zeros(4)])
-of_pairs(
-    "tensor_gets_an_attribute",
-    tags,
-    lambda: torch.ones(4),
-    lambda x, _: getattr(x, "seen", 0),
-)
+pairs("""
+batch_list_grows | [] | other.append(out.detach()); out
+batch_dict_grows | {"scale": torch.ones(4)} | other["found"] = out.detach(); out
+batch_list_is_sorted_anew
+    | [torch.ones(4), torch.zeros(4)]
+    | other[0], other[1] = other[1], other[0]; out * other[0].sum() + x.sum()
+batch_tensor_gets_an_attribute
+    | torch.ones(4) | x.seen = getattr(x, "seen", 0) + 1; out * other
+    | getattr(x, "seen", 0)
+""")
 
 
 class Queue(nn.Module):

@@ -1,9 +1,11 @@
 """Programs with hooks of every kind: there from the start, added, removed, changing."""
 
+# ruff: noqa: F401  (rows of tables use what is imported)
+
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ class Hooked:
 
     model: Any
     optimizer: torch.optim.Optimizer
-    factor: Callable[[], float]
+    factor: Callable[[], float] = lambda: 0.5
 
     def scaled(self, gradients: Any) -> Any:
         return tuple(None if g is None else g * self.factor() for g in gradients)
@@ -93,62 +95,48 @@ KINDS: dict[str, Callable[[Hooked], Any]] = {
 }
 
 
-def fixed() -> float:
-    return 0.5
+def present(hooked: Hooked, register: Callable[[Hooked], Any]) -> dict[str, Any]:
+    register(hooked)
+    return {}
 
 
-def present(register: Callable[[Hooked], Any]) -> Training:
-    model = perceptron()
-    optimizer = sgd(model)
-    register(Hooked(model, optimizer, fixed))
-    return trained(model, optimizer=optimizer)
+def added(hooked: Hooked, register: Callable[[Hooked], Any]) -> dict[str, Any]:
+    return {"change": lambda: register(hooked)}
 
 
-def added(register: Callable[[Hooked], Any]) -> Training:
-    model = perceptron()
-    optimizer = sgd(model)
-    hooked = Hooked(model, optimizer, fixed)
-    return trained(model, optimizer=optimizer, change=lambda: register(hooked))
+def removed(hooked: Hooked, register: Callable[[Hooked], Any]) -> dict[str, Any]:
+    return {"change": register(hooked).remove}
 
 
-def removed(register: Callable[[Hooked], Any]) -> Training:
-    model = perceptron()
-    optimizer = sgd(model)
-    handle = register(Hooked(model, optimizer, fixed))
-    return trained(model, optimizer=optimizer, change=handle.remove)
-
-
-def reading_a_list(register: Callable[[Hooked], Any]) -> Training:
-    model = perceptron()
-    optimizer = sgd(model)
+def reading_a_list(hooked: Hooked, register: Callable[[Hooked], Any]) -> dict[str, Any]:
     factors = [0.5]
-    register(Hooked(model, optimizer, lambda: factors[0]))
-    change = functools.partial(factors.__setitem__, 0, 2.0)
-    return trained(model, optimizer=optimizer, change=change)
+    hooked.factor = lambda: factors[0]
+    register(hooked)
+    return {"change": functools.partial(factors.__setitem__, 0, 2.0)}
 
 
-def counting(register: Callable[[Hooked], Any]) -> Training:
-    model = perceptron()
-    optimizer = sgd(model)
+def counting(hooked: Hooked, register: Callable[[Hooked], Any]) -> dict[str, Any]:
     count = [0]
 
     def factor() -> float:
         count[0] += 1
         return 1.0 / count[0]
 
-    register(Hooked(model, optimizer, factor))
-    return trained(model, optimizer=optimizer, watched=lambda: count[0])
+    hooked.factor = factor
+    register(hooked)
+    return {"watched": lambda: count[0]}
+
+
+def hooked_training(when: Callable[..., Any], register: Callable[..., Any]) -> Training:
+    model = perceptron()
+    optimizer = sgd(model)
+    others = when(Hooked(model, optimizer), register)
+    return trained(model, optimizer=optimizer, **others)
 
 
 OFTEN = (
-    "forward",
-    "forward_pre",
-    "full_backward",
-    "full_backward_pre",
-    "of_a_parameter",
-    "post_accumulate",
-    "optimizer_pre",
-    "optimizer_post",
+    *("forward", "forward_pre", "full_backward", "full_backward_pre"),
+    *("of_a_parameter", "post_accumulate", "optimizer_pre", "optimizer_post"),
     "every_forward",
 )
 
@@ -156,7 +144,7 @@ for kind, hook in KINDS.items():
     for when in (present, added, removed, reading_a_list, counting):
         if kind in OFTEN or when in (added, reading_a_list):
             PROGRAMS(
-                functools.partial(when, hook),
+                functools.partial(hooked_training, when, hook),
                 name=f"{kind}_hook_{when.__name__}",
                 changes_in_step=when is counting,
                 is_planned=kind == "of_a_parameter" and when is present,
@@ -166,97 +154,118 @@ for kind, hook in KINDS.items():
 # --- hooks that change nothing, or something else
 
 
-def idle(name: str, register: Callable[[Any, Any], Any]) -> None:
-    """Add a program with a hook, added in training, that no step calls."""
-
-    def build() -> Training:
-        model = perceptron()
-        optimizer = sgd(model)
-        return trained(
-            model, optimizer=optimizer, change=lambda: register(model, optimizer)
-        )
-
-    PROGRAMS(build, name=name)
-
-
 def pass_by(*_: Any, **__: Any) -> None:
     pass
 
 
-idle("state_dict_hook", lambda m, o: m.register_state_dict_post_hook(pass_by))
-idle("load_hook", lambda m, o: m.register_load_state_dict_pre_hook(pass_by))
-idle("optimizer_state_dict_hook", lambda m, o: o.register_state_dict_pre_hook(pass_by))
-idle(
-    "parameter_registration_hook",
-    lambda m, o: of_modules.register_module_parameter_registration_hook(pass_by),
-)
-idle(
-    "buffer_registration_hook",
-    lambda m, o: of_modules.register_module_buffer_registration_hook(pass_by),
-)
+def collect(held: list[Any]) -> Callable[..., Any]:
+    return lambda module, inputs, out: held.append(out.detach())
 
 
-@PROGRAMS
-def hooks_change_their_order() -> Training:
-    model = perceptron()
-    model[0].register_forward_hook(lambda module, inputs, out: out + 1)
-    doubled = lambda module, inputs, out: out * 2  # noqa: E731
-    handle = model[0].register_forward_hook(doubled)
-
-    def change() -> None:
-        handle.remove()
-        model[0].register_forward_hook(doubled, prepend=True)
-
-    return trained(model, change=change)
+def remember(held: dict[str, Any]) -> Callable[..., Any]:
+    return lambda module, inputs, out: held.update(hidden=out)
 
 
-@PROGRAMS
-def hook_replaced_by_another() -> Training:
-    model = perceptron()
-    handle = model[0].register_forward_hook(lambda module, inputs, out: out * 2)
+def once(handles: list[Any]) -> Callable[..., Any]:
+    """Return a hook that removes itself."""
 
-    def change() -> None:
-        handle.remove()
-        model[0].register_forward_hook(lambda module, inputs, out: out * 3)
-
-    return trained(model, change=change)
-
-
-@PROGRAMS(changes_in_step=True)
-def hook_removes_itself() -> Training:
-    model = perceptron()
-
-    def once(module, inputs, out):
-        handle.remove()
+    def hook(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+        handles[0].remove()
         return out * 3
 
-    handle = model[0].register_forward_hook(once)
-    return trained(model)
+    return hook
 
 
-@PROGRAMS(changes_in_step=True)
-def hook_collects_features() -> Training:
-    model = perceptron()
-    features: list[Any] = []
-    model[0].register_forward_hook(
-        lambda module, inputs, out: features.append(out.detach())
-    )
-    return trained(model, watched=lambda: list(features))
+def clipping_gradients(model: Any) -> Callable[..., None]:
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    return clip
 
 
-@PROGRAMS(changes_in_step=True)
-def hook_collects_gradients() -> Training:
-    model = perceptron()
-    gradients: list[Any] = []
-    model[0].weight.register_hook(lambda g: gradients.append(g.clone()))
-    return trained(model, watched=lambda: list(gradients))
+@torch.no_grad()
+def clip_weights(model: Any, *_: Any) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.1, 0.1)
+
+
+def clipping_weights(model: Any) -> Callable[..., None]:
+    return functools.partial(clip_weights, model)
+
+
+def multiply(number: float) -> Callable[..., Any]:
+    return lambda module, inputs, out: out * number
+
+
+class Scaling:
+    factor = 1.0
+
+    def __call__(self, module, inputs, out):
+        return out * self.factor
+
+
+class ScalingModule(nn.Module):
+    factor = 1.0
+
+    def scale(self, module, inputs, out):
+        return out * self.factor
+
+
+PERCEPTRON = """
+def build():
+    m = perceptron()
+    o = sgd(m)
+    {made}
+    def change():
+        {change}
+    def watched():
+        {watched}
+    return trained(m, optimizer=o, change=change, watched=watched)
+"""
+"""Of a model and its optimizer: what is done at first, a change, what is watched."""
+
+PROGRAMS.table(globals(), PERCEPTRON, "made change watched")("""
+state_dict_hook | | m.register_state_dict_post_hook(pass_by)
+load_hook | | m.register_load_state_dict_pre_hook(pass_by)
+optimizer_state_dict_hook | | o.register_state_dict_pre_hook(pass_by)
+parameter_registration_hook
+    | | of_modules.register_module_parameter_registration_hook(pass_by)
+buffer_registration_hook
+    | | of_modules.register_module_buffer_registration_hook(pass_by)
+hooks_change_their_order
+    | m[0].register_forward_hook(lambda module, inputs, out: out + 1)
+    ; handle = m[0].register_forward_hook(multiply(2))
+    | handle.remove(); m[0].register_forward_hook(multiply(2), prepend=True)
+hook_replaced_by_another
+    | handle = m[0].register_forward_hook(multiply(2))
+    | handle.remove(); m[0].register_forward_hook(multiply(3))
+hook_removes_itself
+    | handles = []; handles.append(m[0].register_forward_hook(once(handles)))
+    | | | changes_in_step
+hook_collects_features
+    | held = []; m[0].register_forward_hook(collect(held)) | | list(held)
+    | changes_in_step
+hook_collects_gradients
+    | held = []; m[0].weight.register_hook(lambda g: held.append(g.clone()))
+    | | list(held) | changes_in_step
+hook_object_changes
+    | hook = Scaling(); m[0].register_forward_hook(hook) | hook.factor = 3.0
+hook_is_a_method_of_a_replaced_object
+    | hook = ScalingModule(); m[0].register_forward_hook(hook.scale)
+    | hook.factor = 3.0
+hook_of_a_frozen_parameter_that_is_thawed
+    | weight = m[0].weight; weight.register_hook(lambda gradient: gradient * 3)
+    ; weight.requires_grad_(False) | weight.requires_grad_(True)
+optimizer_hook_clips_gradients
+    | | o.register_step_pre_hook(clipping_gradients(m)) | | is_planned
+optimizer_hook_clips_weights | | o.register_step_post_hook(clipping_weights(m))
+""")
 
 
 @PROGRAMS
 def hook_keeps_features_for_the_loss() -> Training:
-    model = perceptron()
-    kept = {}
-    model[0].register_forward_hook(lambda module, inputs, out: kept.update(hidden=out))
+    model, kept = perceptron(), {}
+    model[0].register_forward_hook(remember(kept))
 
     def loss(out, y):
         return nn.functional.cross_entropy(out, y) + kept["hidden"].square().mean()
@@ -264,119 +273,52 @@ def hook_keeps_features_for_the_loss() -> Training:
     return trained(model, loss_fn=loss)
 
 
-@PROGRAMS
-def hook_object_changes() -> Training:
-    class Scaling:
-        factor = 1.0
-
-        def __call__(self, module, inputs, out):
-            return out * self.factor
-
-    model = perceptron()
-    hook = Scaling()
-    model[0].register_forward_hook(hook)
-    return trained(model, change=lambda: setattr(hook, "factor", 3.0))
+# --- hooks of tensors and of nodes
 
 
-@PROGRAMS
-def hook_is_a_method_of_a_replaced_object() -> Training:
-    class Scaling(nn.Module):
-        factor = 1.0
-
-        def scale(self, module, inputs, out):
-            return out * self.factor
-
-    model = perceptron()
-    hook = Scaling()
-    model[0].register_forward_hook(hook.scale)
-    return trained(model, change=lambda: setattr(hook, "factor", 3.0))
+def scaled(gradients: Any, factor: float) -> tuple[Any, ...]:
+    return tuple(None if g is None else g * factor for g in gradients)
 
 
-@PROGRAMS
-def hook_of_a_result_reads_a_list() -> Training:
+class Scaled(torch.autograd.Function):
+    """Its gradient is scaled by a number in a list."""
+
+    factors: ClassVar[list[float]] = [1.0]
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Scaled.factors[0]
+
+
+def saved(s: Any, out: torch.Tensor) -> torch.Tensor:
+    pack, unpack = (lambda t: t * 1.0), (lambda t: t * s.factors[0])
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return out.exp()
+
+
+READS = """
+def build():
     factors = [1.0]
-
+    Scaled.factors[0] = 1.0
     def read(s, out):
-        out.register_hook(lambda gradient: gradient * factors[0])
-        return out
+        {result}
+    m = Reading(read, factors=factors)
+    def change():
+        {change}
+    return trained(m, change=change)
+"""
 
-    return trained(Reading(read), change=lambda: factors.__setitem__(0, 3.0))
-
-
-@PROGRAMS
-def hook_of_a_node_reads_a_list() -> Training:
-    factors = [1.0]
-
-    def read(s, out):
-        out = out * 2
-        out.grad_fn.register_hook(
-            lambda inputs, outputs: tuple(
-                None if g is None else g * factors[0] for g in inputs
-            )
-        )
-        return out
-
-    return trained(Reading(read), change=lambda: factors.__setitem__(0, 3.0))
-
-
-@PROGRAMS
-def autograd_function_reads_a_list() -> Training:
-    factors = [1.0]
-
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * factors[0]
-
-    model = Reading(lambda s, out: Scaled.apply(out))
-    return trained(model, change=lambda: factors.__setitem__(0, 3.0))
-
-
-@PROGRAMS
-def saved_tensors_are_packed() -> Training:
-    def read(s, out):
-        pack, unpack = (lambda t: t * 1.0), (lambda t: t * s.factor)
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return out.exp()
-
-    model = Reading(read, factor=1.0)
-    return trained(model, change=lambda: setattr(model, "factor", 0.5))
-
-
-@PROGRAMS
-def hook_of_a_frozen_parameter_that_is_thawed() -> Training:
-    model = perceptron()
-    weight = model[0].weight
-    weight.register_hook(lambda gradient: gradient * 3)
-    weight.requires_grad_(False)
-    return trained(model, change=lambda: weight.requires_grad_(True))
-
-
-@PROGRAMS(is_planned=True)
-def optimizer_hook_clips_gradients() -> Training:
-    model = perceptron()
-    optimizer = sgd(model)
-
-    def clip(*_: Any) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    change = functools.partial(optimizer.register_step_pre_hook, clip)
-    return trained(model, optimizer=optimizer, change=change)
-
-
-@PROGRAMS
-def optimizer_hook_clips_weights() -> Training:
-    model = perceptron()
-    optimizer = sgd(model)
-
-    def clip(*_: Any) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.1, 0.1)
-
-    change = functools.partial(optimizer.register_step_post_hook, clip)
-    return trained(model, optimizer=optimizer, change=change)
+PROGRAMS.table(globals(), READS, "result change")("""
+hook_of_a_result_reads_a_list
+    | out.register_hook(lambda gradient: gradient * factors[0]); out | factors[0] = 3.0
+hook_of_a_node_reads_a_list
+    | out = out * 2
+    ; out.grad_fn.register_hook(lambda inputs, _: scaled(inputs, factors[0])); out
+    | factors[0] = 3.0
+autograd_function_reads_a_list | Scaled.apply(out) | Scaled.factors[0] = 3.0
+saved_tensors_are_packed | saved(s, out) | factors[0] = 0.5
+""")

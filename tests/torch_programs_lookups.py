@@ -4,6 +4,8 @@ Classes and their bases (`super()`), values with attributes, modules that a step
 when it runs, files, objects of PyTorch's own, and tensors that only an optimizer has.
 """
 
+# ruff: noqa: F401  (rows of tables use what is imported)
+
 import abc
 import configparser
 import datetime
@@ -34,54 +36,22 @@ SCALES.now = 1.0  # type: ignore[attr-defined]
 FOLDER = pathlib.Path(tempfile.mkdtemp())
 
 
-def changing(
-    name: str,
-    build: Callable[[], tuple[Callable[..., Any], Callable[[], Any]]],
-    undo: Callable[[], Any] = lambda: None,
-) -> None:
-    """Add a program.
+READS = """
+def build():
+    SCALE[0] = 1.0
+    {made}
+    def read(s, out):
+        {result}
+    def change():
+        {change}
+    return trained(Reading(read), change=change)
+"""
+"""Of what is made, what a module does with its network's output, and a change."""
 
-    Args:
-        name: Its name.
-        build: Gives what the module does with its network's output, and the change that
-            is made before the third step.
-        undo: Called at the end.
-    """
+reads = PROGRAMS.table(globals(), READS, "made result change")
 
-    def program() -> Training:
-        read, change = build()
-        return trained(Reading(read), change=change, undo=undo)
-
-    PROGRAMS(program, name=name)
-
-
-def scaled(
-    name: str, build: Callable[[Callable[[], float]], Callable[..., Any]]
-) -> None:
-    """Add a program in which a function that is reached oddly reads a free variable."""
-
-    def parts() -> tuple[Callable[..., Any], Callable[[], Any]]:
-        scale = [1.0]
-        read = build(lambda: scale[0])
-        return read, lambda: scale.__setitem__(0, 3.0)
-
-    changing(name, parts)
-
-
-def assigned(name: str, build: Callable[[], tuple[Any, str, Any, Any]]) -> None:
-    """Add a program in which an attribute of something is set.
-
-    Args:
-        name: Its name.
-        build: Gives the thing, the attribute, its new value, and what the module does
-            with its network's output.
-    """
-
-    def parts() -> tuple[Callable[..., Any], Callable[[], Any]]:
-        thing, attribute, value, read = build()
-        return read, lambda: setattr(thing, attribute, value)
-
-    changing(name, parts)
+SCALE = [1.0]
+"""What functions read that are reached in odd ways."""
 
 
 # --- classes
@@ -111,18 +81,6 @@ def tripled(_: Any, y: torch.Tensor) -> torch.Tensor:
     return y * 3
 
 
-@functools.partial(assigned, "method_of_super_replaced")
-def _() -> Any:
-    parent, child = family()
-    return parent, "scale", tripled, lambda _, y: child.scale(y)
-
-
-@functools.partial(assigned, "property_of_super_replaced")
-def _() -> Any:
-    parent, child = family()
-    return parent, "factor", property(lambda _: 3.0), lambda _, y: y * child.factor
-
-
 def namespace() -> Any:
     class Namespace:
         @staticmethod
@@ -139,54 +97,78 @@ def namespace() -> Any:
     return Namespace
 
 
-@functools.partial(assigned, "static_method_by_the_class_replaced")
-def _() -> Any:
-    held = namespace()
-    return held, "static", staticmethod(lambda y: y * 3), lambda _, y: held.static(y)
-
-
-@functools.partial(assigned, "class_method_by_the_class_replaced")
-def _() -> Any:
-    held = namespace()
-    return held, "of_class", classmethod(tripled), lambda _, y: held.of_class(y)
-
-
-@functools.partial(assigned, "function_in_a_class_replaced")
-def _() -> Any:
-    held = namespace()
-    return held, "plain", lambda y: y * 3, lambda _, y: held.plain(y)
-
-
-@functools.partial(assigned, "attribute_of_a_class_appears")
-def _() -> Any:
-    held = namespace()
-    return held, "zoom", 3.0, lambda _, y: y * getattr(held, "zoom", 1.0)
-
-
-@functools.partial(assigned, "attribute_of_ones_own_class_appears")
-def _() -> Any:
-    held = namespace()
-    one = held()
-    read = lambda _, y: y * (3.0 if hasattr(type(one), "zoom") else 1.0)  # noqa: E731
-    return held, "zoom", 3.0, read
-
-
-@functools.partial(assigned, "attributes_of_a_class_are_counted")
-def _() -> Any:
-    held = namespace()
-    return held, "zoom", 3.0, lambda _, y: y * len(vars(held))
-
-
-@functools.partial(assigned, "constructor_replaced")
-def _() -> Any:
+def constructed() -> Any:
     class Made:
         def __init__(self) -> None:
             self.zoom = 1.0
 
-    def larger(self: Any) -> None:
-        self.zoom = 3.0
+    return Made
 
-    return Made, "__init__", larger, lambda _, y: y * Made().zoom
+
+def abstract() -> Any:
+    class Wanted(abc.ABC):  # noqa: B024
+        pass
+
+    return Wanted
+
+
+def larger(self: Any) -> None:
+    self.zoom = 3.0
+
+
+class Plain:
+    zoom = 1.0
+
+
+class Fixed(type):
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+class FixedClass(metaclass=Fixed):
+    def __init__(self) -> None:
+        self.zoom = 1.0
+
+
+class Scaling(type):
+    def __call__(cls) -> Any:
+        made = super().__call__()
+        made.zoom = SCALE[0]
+        return made
+
+
+class ScaledClass(metaclass=Scaling):
+    pass
+
+
+reads("""
+method_of_super_replaced
+    | parent, child = family() | child.scale(out) | parent.scale = tripled
+property_of_super_replaced
+    | parent, child = family() | out * child.factor
+    | parent.factor = property(lambda _: 3.0)
+static_method_by_the_class_replaced
+    | held = namespace() | held.static(out)
+    | held.static = staticmethod(lambda y: y * 3)
+class_method_by_the_class_replaced
+    | held = namespace() | held.of_class(out) | held.of_class = classmethod(tripled)
+function_in_a_class_replaced
+    | held = namespace() | held.plain(out) | held.plain = lambda y: y * 3
+attribute_of_a_class_appears
+    | held = namespace() | out * getattr(held, "zoom", 1.0) | held.zoom = 3.0
+attribute_of_ones_own_class_appears
+    | held = namespace(); one = held()
+    | out * (3.0 if hasattr(type(one), "zoom") else 1.0) | held.zoom = 3.0
+attributes_of_a_class_are_counted
+    | held = namespace() | out * len(vars(held)) | held.zoom = 3.0
+constructor_replaced
+    | made = constructed() | out * made().zoom | made.__init__ = larger
+class_registered_as_another
+    | wanted = abstract(); one = Plain()
+    | out * (3 if isinstance(one, wanted) else 1) | wanted.register(Plain)
+metaclass_that_forbids_to_set | held = FixedClass() | out * held.zoom | held.zoom = 3.0
+metaclass_that_is_called | | out * ScaledClass().zoom | SCALE[0] = 3.0
+""")
 
 
 @PROGRAMS
@@ -205,47 +187,6 @@ def attribute_of_a_class_is_made_by_the_step() -> Training:
     return training
 
 
-@functools.partial(changing, "class_registered_as_another")
-def _() -> Any:
-    class Wanted(abc.ABC):  # noqa: B024
-        pass
-
-    class Thing:
-        pass
-
-    thing = Thing()
-    read = lambda _, y: y * (3 if isinstance(thing, Wanted) else 1)  # noqa: E731
-    return read, lambda: Wanted.register(Thing)
-
-
-@functools.partial(changing, "metaclass_that_forbids_to_set")
-def _() -> Any:
-    class Fixed(type):
-        def __setattr__(cls, name: str, value: Any) -> None:
-            raise AttributeError(name)
-
-    class Held(metaclass=Fixed):
-        def __init__(self) -> None:
-            self.zoom = 1.0
-
-    held = Held()
-    return lambda _, y: y * held.zoom, lambda: setattr(held, "zoom", 3.0)
-
-
-@functools.partial(scaled, "metaclass_that_is_called")
-def _(scale: Callable[[], float]) -> Any:
-    class Meta(type):
-        def __call__(cls) -> Any:
-            made = super().__call__()
-            made.zoom = scale()
-            return made
-
-    class Held(metaclass=Meta):
-        pass
-
-    return lambda _, y: y * Held().zoom
-
-
 # --- values that have attributes or methods of their own
 
 
@@ -256,235 +197,155 @@ class Speed(enum.Enum):
         self.zoom = 1.0
 
 
-changing(
-    "attribute_of_a_member",
-    lambda: (
-        lambda _, y: y * Speed.FAST.zoom,
-        lambda: setattr(Speed.FAST, "zoom", 3.0),
-    ),
-    lambda: setattr(Speed.FAST, "zoom", 1.0),
-)
-changing(
-    "attribute_of_a_member_by_its_value",
-    lambda: (lambda _, y: y * Speed(1).zoom, lambda: setattr(Speed.FAST, "zoom", 3.0)),
-    lambda: setattr(Speed.FAST, "zoom", 1.0),
-)
+class Rate(enum.Enum):
+    ONE = 1
+
+    def now(self) -> float:
+        return SCALE[0]
 
 
-@functools.partial(scaled, "method_of_a_member")
-def _(scale: Callable[[], float]) -> Any:
-    class Rate(enum.Enum):
-        ONE = 1
+class Temperature(float):
+    zoom = 1.0
 
-        def now(self) -> float:
-            return scale()
-
-    rates = [Rate.ONE]
-    return lambda _, y: y * rates[0].now()
+    def now(self) -> float:
+        return self * SCALE[0]
 
 
-@functools.partial(assigned, "attribute_of_a_number")
-def _() -> Any:
-    class Temperature(float):
-        zoom = 1.0
-
-    warm = Temperature(2.0)
-    return warm, "zoom", 3.0, lambda _, y: y * warm.zoom
+class Name(str):
+    __slots__ = ("zoom",)
 
 
-@functools.partial(scaled, "method_of_a_number")
-def _(scale: Callable[[], float]) -> Any:
-    class Temperature(float):
-        def now(self) -> float:
-            return self * scale()
-
-    warm = [Temperature(2.0)]
-    return lambda _, y: y * warm[0].now()
-
-
-@functools.partial(assigned, "attribute_of_a_text")
-def _() -> Any:
-    class Name(str):
-        __slots__ = ("zoom",)
-
-    name = Name("a")
-    name.zoom = 1.0  # type: ignore[misc]
-    return name, "zoom", 3.0, lambda _, y: y * name.zoom
-
-
-@functools.partial(assigned, "object_behind_a_proxy")
-def _() -> Any:
-    class Held:
-        zoom = 1.0
-
-    kept = Held()
-    proxies = [weakref.proxy(kept)]
-    return kept, "zoom", 3.0, lambda _, y: y * proxies[0].zoom
+reads("""
+attribute_of_a_member
+    | Speed.FAST.zoom = 1.0 | out * Speed.FAST.zoom | Speed.FAST.zoom = 3.0
+attribute_of_a_member_by_its_value
+    | Speed.FAST.zoom = 1.0 | out * Speed(1).zoom | Speed.FAST.zoom = 3.0
+method_of_a_member | rates = [Rate.ONE] | out * rates[0].now() | SCALE[0] = 3.0
+attribute_of_a_number | warm = Temperature(2.0) | out * warm.zoom | warm.zoom = 3.0
+method_of_a_number | warm = [Temperature(2.0)] | out * warm[0].now() | SCALE[0] = 3.0
+attribute_of_a_text
+    | name = Name("a"); name.zoom = 1.0 | out * name.zoom | name.zoom = 3.0
+object_behind_a_proxy
+    | kept = Plain(); proxies = [weakref.proxy(kept)] | out * proxies[0].zoom
+    | kept.zoom = 3.0
+""")
 
 
 # --- descriptors
 
 
-@functools.partial(scaled, "method_dispatched_by_type")
-def _(scale: Callable[[], float]) -> Any:
+def dispatched() -> Any:
     class Held:
         @functools.singledispatchmethod
         def zoom(self, _: Any) -> float:
-            return scale()
+            return SCALE[0]
 
-    held = Held()
-    return lambda _, y: y * held.zoom(1)
-
-
-@functools.partial(changing, "method_dispatched_by_a_new_type")
-def _() -> Any:
-    class Held:
-        @functools.singledispatchmethod
-        def zoom(self, _: Any) -> float:
-            return 1.0
-
-    held = Held()
-    register = vars(Held)["zoom"].register
-    return lambda _, y: y * held.zoom(1), lambda: register(int, lambda *_: 3.0)
+    return Held()
 
 
-@functools.partial(scaled, "method_with_arguments_given")
-def _(scale: Callable[[], float]) -> Any:
-    class Held:
-        def twice(self, factor: float) -> float:
-            return factor * scale()
+class PartlyCalled:
+    def twice(self, factor: float) -> float:
+        return factor * SCALE[0]
 
-        zoom = functools.partialmethod(twice, 2.0)
-
-    held = Held()
-    return lambda _, y: y * held.zoom()
+    zoom = functools.partialmethod(twice, 2.0)
 
 
-@functools.partial(scaled, "property_that_is_set")
-def _(scale: Callable[[], float]) -> Any:
-    class Held:
-        kept: Any = None
+class Setting:
+    kept: Any = None
 
-        @property
-        def out(self) -> Any:
-            return self.kept
+    @property
+    def out(self) -> Any:
+        return self.kept
 
-        @out.setter
-        def out(self, value: Any) -> None:
-            self.kept = value * scale()
-
-    held = Held()
-
-    def read(_: Any, y: torch.Tensor) -> torch.Tensor:
-        held.out = y
-        return held.kept  # type: ignore[no-any-return]
-
-    return read
+    @out.setter
+    def out(self, value: Any) -> None:
+        self.kept = value * SCALE[0]
 
 
-@functools.partial(scaled, "property_that_is_computed_once")
-def _(scale: Callable[[], float]) -> Any:
-    class Held:
-        @functools.cached_property
-        def zoom(self) -> float:
-            return scale()
+class ComputedOnce:
+    @functools.cached_property
+    def zoom(self) -> float:
+        return SCALE[0]
 
-    return lambda _, y: y * Held().zoom
+
+reads("""
+method_dispatched_by_type | held = dispatched() | out * held.zoom(1) | SCALE[0] = 3.0
+method_dispatched_by_a_new_type
+    | held = dispatched(); register = vars(type(held))["zoom"].register
+    | out * held.zoom(1) | register(int, lambda *_: 3.0)
+method_with_arguments_given
+    | held = PartlyCalled() | out * held.zoom() | SCALE[0] = 3.0
+property_that_is_set | held = Setting() | held.out = out; held.kept | SCALE[0] = 3.0
+property_that_is_computed_once | | out * ComputedOnce().zoom | SCALE[0] = 3.0
+""")
 
 
 # --- modules, files and libraries
 
 
-def by_import_from(_: Any, y: torch.Tensor) -> torch.Tensor:
-    from tests_scales import now
-
-    return y * now
-
-
-def by_import(_: Any, y: torch.Tensor) -> torch.Tensor:
-    import tests_scales
-
-    return y * tests_scales.now
-
-
-def by_name(_: Any, y: torch.Tensor) -> torch.Tensor:
-    return y * importlib.import_module("tests_scales").now
-
-
-def by_table(_: Any, y: torch.Tensor) -> torch.Tensor:
-    return y * sys.modules["tests_scales"].now
-
-
-def imported(read: Callable[..., Any]) -> Callable[[], Any]:
-    def parts() -> Any:
-        sys.modules["tests_scales"] = SCALES
-        return read, lambda: setattr(SCALES, "now", 3.0)
-
-    return parts
-
-
-def forget_import() -> None:
+def imported() -> None:
     SCALES.now = 1.0  # type: ignore[attr-defined]
-    sys.modules.pop("tests_scales", None)
+    sys.modules["tests_scales"] = SCALES
 
 
-for function in (by_import_from, by_import, by_name, by_table):
-    changing(f"imported_{function.__name__}", imported(function), forget_import)
+def flag_file() -> pathlib.Path:
+    flag = FOLDER / "flag"
+    flag.unlink(missing_ok=True)
+    return flag
 
 
-def flagged(read: Callable[[pathlib.Path], bool]) -> Callable[[], Any]:
-    def parts() -> Any:
-        flag = FOLDER / "flag"
-        flag.unlink(missing_ok=True)
-        return lambda _, y: y * (3 if read(flag) else 1), flag.touch
-
-    return parts
+def save_tensor(value: float) -> str:
+    path = str(FOLDER / "values.pt")
+    torch.save(torch.full((4,), value), path)
+    return path
 
 
-def remove_flag() -> None:
-    (FOLDER / "flag").unlink(missing_ok=True)
+def save_array(value: float) -> str:
+    path = str(FOLDER / "values.npy")
+    np.save(path, np.full(4, value, np.float32))
+    return path
 
 
-changing("file_appears", flagged(lambda flag: flag.exists()), remove_flag)
-changing("file_appears_by_os", flagged(lambda flag: os.path.exists(flag)), remove_flag)  # noqa: PTH110
-changing(
-    "file_appears_in_a_list",
-    flagged(lambda flag: "flag" in os.listdir(flag.parent)),  # noqa: PTH208
-    remove_flag,
-)
+def configured() -> configparser.ConfigParser:
+    held = configparser.ConfigParser()
+    held.read_string("[model]\nscale = 1.0")
+    return held
 
 
-def stored(load: Callable[[str], Any], save: Callable[[str, float], Any]) -> Any:
-    def parts() -> Any:
-        path = str(FOLDER / "values.npy")
-        save(path, 1.0)
-        return lambda _, y: y * load(path), lambda: save(path, 3.0)
-
-    return parts
-
-
-def load_tensor(path: str) -> Any:
-    return torch.load(path)
-
-
-def load_array(path: str) -> Any:
-    return torch.from_numpy(np.load(path))
-
-
-changing(
-    "tensor_loaded",
-    stored(load_tensor, lambda path, value: torch.save(torch.full((4,), value), path)),
-)
-changing(
-    "array_loaded",
-    stored(load_array, lambda p, value: np.save(p, np.full(4, value, np.float32))),
-)
-
-
-@PROGRAMS(changes_in_step=True)
-def generator_of_numpys_bits() -> Training:
-    bits = np.random.PCG64(0)
-    return trained(Reading(lambda _, y: y * (1 + bits.random_raw() % 7)))
+reads("""
+imported_by_import_from
+    | imported() | from tests_scales import now; out * now | SCALES.now = 3.0
+imported_by_import
+    | imported() | import tests_scales; out * tests_scales.now | SCALES.now = 3.0
+imported_by_name
+    | imported() | out * importlib.import_module("tests_scales").now | SCALES.now = 3.0
+imported_by_table
+    | imported() | out * sys.modules["tests_scales"].now | SCALES.now = 3.0
+file_appears | flag = flag_file() | out * (3 if flag.exists() else 1) | flag.touch()
+file_appears_by_os
+    | flag = flag_file() | out * (3 if os.path.exists(flag) else 1) | flag.touch()
+file_appears_in_a_list
+    | flag = flag_file() | out * (3 if "flag" in os.listdir(flag.parent) else 1)
+    | flag.touch()
+tensor_loaded
+    | path = save_tensor(1.0) | out * torch.load(path) | save_tensor(3.0)
+array_loaded
+    | path = save_array(1.0) | out * torch.from_numpy(np.load(path)) | save_array(3.0)
+generator_of_numpys_bits
+    | bits = np.random.PCG64(0) | out * (1 + bits.random_raw() % 7) | | changes_in_step
+generator_of_the_system
+    | draws = random.SystemRandom() | out * (1 + 0 * draws.random())
+today_is_asked
+    | start = datetime.datetime.now() - datetime.timedelta(1)
+    ; later = lambda: datetime.datetime.now() > start
+    | out * (3 if later() else 1)
+configuration_read_by_a_parser
+    | held = configured() | out * held.getfloat("model", "scale")
+    | held.set("model", "scale", "3.0")
+distributions_scale
+    | normal = torch.distributions.Normal(torch.zeros(4), torch.ones(4))
+    | out - normal.log_prob(out) | normal.scale = torch.ones(4) * 3
+""")
 
 
 @PROGRAMS(changes_in_step=True)
@@ -496,27 +357,6 @@ def generator_made_by_the_step() -> Training:
         return y
 
     return trained(Reading(read), watched=lambda: len(drawn))
-
-
-@PROGRAMS
-def generator_of_the_system() -> Training:
-    draws = random.SystemRandom()
-    return trained(Reading(lambda _, y: y * (1 + 0 * draws.random())))
-
-
-@PROGRAMS
-def today_is_asked() -> Training:
-    start = datetime.datetime.now() - datetime.timedelta(1)
-    later = lambda: datetime.datetime.now() > start  # noqa: E731
-    return trained(Reading(lambda _, y: y * (3 if later() else 1)))
-
-
-@functools.partial(changing, "configuration_read_by_a_parser")
-def _() -> Any:
-    held = configparser.ConfigParser()
-    held.read_string("[model]\nscale = 1.0")
-    read = lambda _, y: y * held.getfloat("model", "scale")  # noqa: E731
-    return read, lambda: held.set("model", "scale", "3.0")
 
 
 _LINEAR, _FORWARD = functional.linear, nn.Linear.forward
@@ -551,12 +391,6 @@ def layers_own_forward_beneath_super_replaced() -> Training:
 
 
 # --- objects of PyTorch's own
-
-
-@functools.partial(assigned, "distributions_scale")
-def _() -> Any:
-    normal = torch.distributions.Normal(torch.zeros(4), torch.ones(4))
-    return normal, "scale", torch.ones(4) * 3, lambda _, y: y - normal.log_prob(y)
 
 
 def scheduled(
@@ -617,15 +451,12 @@ twice.register_fake(torch.empty_like)
 twice.register_autograd(lambda _, gradient: gradient * 2 * _BACKWARD[0])
 
 
-for called_by, read in {
-    "itself": lambda _, y: twice(y),
-    "name": lambda _, y: torch.ops.mucudnn_tests.twice(y),
-}.items():
-    changing(
-        f"gradient_of_an_operation_called_by_{called_by}",
-        lambda read=read: (read, lambda: _BACKWARD.__setitem__(0, 3.0)),  # type: ignore[misc]
-        lambda: _BACKWARD.__setitem__(0, 1.0),
-    )
+reads("""
+gradient_of_an_operation_called_by_itself
+    | _BACKWARD[0] = 1.0 | twice(out) | _BACKWARD[0] = 3.0
+gradient_of_an_operation_called_by_name
+    | _BACKWARD[0] = 1.0 | torch.ops.mucudnn_tests.twice(out) | _BACKWARD[0] = 3.0
+""")
 
 
 # --- tensors

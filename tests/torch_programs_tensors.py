@@ -34,52 +34,32 @@ def of_images(model: nn.Module, **others: Any) -> Training:
 # --- strides and memory formats
 
 
-def formats(
-    name: str, begin: Callable[[Any], Any], change: Callable[[Any], Any]
-) -> None:
-    """Add a program of a convolutional network whose memory format may change."""
+CONVOLUTIONAL = """
+def build():
+    m = convolutional()
+    {made}
+    def change():
+        {change}
+    return of_images(m, change=change)
+"""
+"""Of a convolutional network: what is done with it at first, and a change."""
 
-    def build() -> Training:
-        model = convolutional()
-        begin(model)
-        return of_images(model, change=lambda: change(model))
+convolutional_networks = PROGRAMS.table(globals(), CONVOLUTIONAL, "made change")
 
-    PROGRAMS(build, name=name)
-
-
-def as_it_is(_: Any) -> None:
-    pass
-
-
-formats("channels_last_weights", lambda m: m.to(memory_format=LAST), as_it_is)
-formats("channels_last_later", as_it_is, lambda m: m.to(memory_format=LAST))
-formats(
-    "channels_last_no_more",
-    lambda m: m.to(memory_format=LAST),
-    lambda m: m.to(memory_format=torch.contiguous_format),
-)
-formats(
-    "one_weight_in_another_layout",
-    as_it_is,
-    lambda m: setattr(
-        m[0].weight, "data", m[0].weight.data.transpose(2, 3).contiguous().mT
-    ),
-)
-formats(
-    "linear_weight_transposed_in_memory",
-    as_it_is,
-    lambda m: setattr(m[5].weight, "data", m[5].weight.data.t().contiguous().t()),
-)
-formats(
-    "weight_in_a_part_of_larger_memory",
-    as_it_is,
-    lambda m: setattr(m[5].weight, "data", torch.zeros(4, 20)[:, 2:18]),
-)
-formats(
-    "weight_with_an_offset",
-    as_it_is,
-    lambda m: setattr(m[5].weight, "data", torch.ones(72)[8:].view(4, 16)),
-)
+convolutional_networks("""
+channels_last_weights | m.to(memory_format=LAST)
+channels_last_later | | m.to(memory_format=LAST)
+channels_last_no_more
+    | m.to(memory_format=LAST) | m.to(memory_format=torch.contiguous_format)
+one_weight_in_another_layout
+    | | m[0].weight.data = m[0].weight.data.transpose(2, 3).contiguous().mT
+linear_weight_transposed_in_memory
+    | | m[5].weight.data = m[5].weight.data.t().contiguous().t()
+weight_in_a_part_of_larger_memory
+    | | m[5].weight.data = torch.zeros(4, 20)[:, 2:18]
+weight_with_an_offset | | m[5].weight.data = torch.ones(72)[8:].view(4, 16)
+onednn_off_for_convolutions | | torch._C._set_mkldnn_enabled(False)
+""")
 
 
 def inputs(
@@ -141,47 +121,61 @@ def squares() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
 
-@PROGRAMS
-def parameters_share_memory() -> Training:
-    model = squares()
-    model[2].weight = nn.Parameter(model[0].weight.data)
-    return trained(model, optimizer=sgd(model))
+SQUARES = """
+def build():
+    m = squares()
+    {made}
+    optimizer = sgd(m)
+    def change():
+        {change}
+    return trained(m, optimizer=optimizer, change=change)
+"""
+"""Of two layers of equal sizes: what is done with them at first, and a change."""
 
+PROGRAMS.table(globals(), SQUARES, "made change")("""
+parameters_share_memory | m[2].weight = nn.Parameter(m[0].weight.data)
+parameters_share_memory_later | | m[2].weight.data = m[0].weight.data
+parameters_share_memory_no_more
+    | m[2].weight = nn.Parameter(m[0].weight.data)
+    | m[2].weight.data = m[0].weight.data.clone()
+parameters_overlap_in_part
+    | memory = torch.randn(9, 6)
+    ; m[0].weight.data, m[2].weight.data = memory[:6], memory[3:]
+parameter_is_another_ones_transpose | m[2].weight = nn.Parameter(m[0].weight.data.t())
+tied_later | | m[2].weight = m[0].weight
+tied_no_more
+    | m[2].weight = m[0].weight
+    | m[2].weight = nn.Parameter(m[0].weight.detach().clone())
+    ; optimizer.add_param_group({"params": [m[2].weight]})
+""")
 
-@PROGRAMS
-def parameters_share_memory_later() -> Training:
-    model = squares()
-    return trained(
-        model,
-        optimizer=sgd(model),
-        change=lambda: setattr(model[2].weight, "data", model[0].weight.data),
-    )
+READS = """
+def build():
+    def read(s, out):
+        {result}
+    m = Reading(read)
+    {made}
+    def change():
+        {change}
+    return trained(m, optimizer=sgd(m), change=change)
+"""
+"""Of a module: its result, what is done with it at first, and a change."""
 
+reads = PROGRAMS.table(globals(), READS, "result made change")
 
-@PROGRAMS
-def parameters_share_memory_no_more() -> Training:
-    model = squares()
-    model[2].weight = nn.Parameter(model[0].weight.data)
-    return trained(
-        model,
-        optimizer=sgd(model),
-        change=lambda: setattr(model[2].weight, "data", model[0].weight.data.clone()),
-    )
-
-
-@PROGRAMS
-def parameters_overlap_in_part() -> Training:
-    model = squares()
-    memory = torch.randn(9, 6)
-    model[0].weight.data, model[2].weight.data = memory[:6], memory[3:]
-    return trained(model, optimizer=sgd(model))
-
-
-@PROGRAMS
-def parameter_is_another_ones_transpose() -> Training:
-    model = squares()
-    model[2].weight = nn.Parameter(model[0].weight.data.t())
-    return trained(model, optimizer=sgd(model))
+reads("""
+buffer_is_a_view_of_a_parameter
+    | out + s.seen.sum() | m.register_buffer("seen", m.net[0].weight.detach()[0])
+buffer_becomes_a_view_of_a_parameter
+    | out + s.seen.sum() | m.register_buffer("seen", torch.ones(6))
+    | m.seen = m.net[0].weight.detach()[0]
+plain_tensor_is_a_view_of_a_parameter
+    | out + s.seen[0].sum() | m.seen = [m.net[0].weight.detach()[0]]
+buffers_share_memory
+    | s.counted.add_(1); out * s.seen
+    | m.register_buffer("counted", torch.zeros(1))
+    ; m.register_buffer("seen", m.counted.view(()))
+""")
 
 
 @PROGRAMS
@@ -193,41 +187,6 @@ def parameter_that_is_expanded() -> Training:
 
 
 @PROGRAMS
-def buffer_is_a_view_of_a_parameter() -> Training:
-    model = Reading(lambda s, out: out + s.seen.sum())
-    model.register_buffer("seen", model.net[0].weight.detach()[0])
-    return trained(model, optimizer=sgd(model))
-
-
-@PROGRAMS
-def buffer_becomes_a_view_of_a_parameter() -> Training:
-    model = Reading(lambda s, out: out + s.seen.sum())
-    model.register_buffer("seen", torch.ones(6))
-    return trained(
-        model, change=lambda: setattr(model, "seen", model.net[0].weight.detach()[0])
-    )
-
-
-@PROGRAMS
-def plain_tensor_is_a_view_of_a_parameter() -> Training:
-    model = Reading(lambda s, out: out + s.seen[0].sum(), seen=[])
-    model.seen.append(model.net[0].weight.detach()[0])
-    return trained(model, optimizer=sgd(model))
-
-
-@PROGRAMS
-def buffers_share_memory() -> Training:
-    def read(s, out):
-        s.counted.add_(1)
-        return out * s.seen
-
-    model = Reading(read)
-    model.register_buffer("counted", torch.zeros(1))
-    model.register_buffer("seen", model.counted.view(()))
-    return trained(model)
-
-
-@PROGRAMS
 def state_shares_memory_with_a_parameter() -> Training:
     model = perceptron()
     optimizer = sgd(model)
@@ -235,25 +194,6 @@ def state_shares_memory_with_a_parameter() -> Training:
     def change() -> None:
         weight = model[0].weight
         optimizer.state[weight]["momentum_buffer"] = weight.detach()
-
-    return trained(model, optimizer=optimizer, change=change)
-
-
-@PROGRAMS
-def tied_later() -> Training:
-    model = squares()
-    return trained(model, change=lambda: setattr(model[2], "weight", model[0].weight))
-
-
-@PROGRAMS
-def tied_no_more() -> Training:
-    model = squares()
-    model[2].weight = model[0].weight
-    optimizer = sgd(model)
-
-    def change() -> None:
-        model[2].weight = nn.Parameter(model[0].weight.detach().clone())
-        optimizer.add_param_group({"params": [model[2].weight]})
 
     return trained(model, optimizer=optimizer, change=change)
 
@@ -419,126 +359,61 @@ arguments(
 # --- buffers and batch norm
 
 
-def norms(
-    name: str, change: Callable[[Any], Any], begin: Any = as_it_is, **others: bool
-) -> None:
-    """Add a program whose batch normalisation is changed."""
-
-    def build() -> Training:
-        model = convolutional()
-        begin(model[1])
-        return of_images(model, change=lambda: change(model[1]))
-
-    PROGRAMS(build, name=name, **others)
-
-
-norms("momentum_of_a_norm", lambda n: setattr(n, "momentum", 0.5))
-norms(
-    "momentum_of_a_norm_from_none",
-    lambda n: setattr(n, "momentum", 0.5),
-    lambda n: setattr(n, "momentum", None),
-)
-norms("momentum_of_a_norm_to_none", lambda n: setattr(n, "momentum", None))
-norms("eps_of_a_norm", lambda n: setattr(n, "eps", 0.5))
-norms("norm_to_eval", lambda n: n.eval())
-norms("statistics_not_tracked", lambda n: setattr(n, "track_running_stats", False))
-norms("running_mean_to_none", lambda n: setattr(n, "running_mean", None))
-
-
-def without_running_statistics(norm: Any) -> None:
-    norm.running_mean = norm.running_var = None
-
-
-norms("running_statistics_to_none", without_running_statistics, is_planned=True)
-
-
 def without_statistics(norm: Any) -> None:
     norm.running_mean = norm.running_var = norm.num_batches_tracked = None
     norm.track_running_stats = False
 
 
-norms("statistics_to_none", without_statistics)
-norms("statistics_reset", lambda n: n.reset_running_stats())
-norms("statistics_replaced", lambda n: setattr(n, "running_mean", torch.ones(4)))
-norms(
-    "statistics_of_another_type",
-    lambda n: setattr(n, "running_mean", torch.ones(4).double()),
-)
-norms("weight_of_a_norm_to_none", lambda n: n.register_parameter("weight", None))
-norms("batches_counted_to_none", lambda n: setattr(n, "num_batches_tracked", None))
-norms(
-    "batches_counted_set",
-    lambda n: n.num_batches_tracked.fill_(10),
-    lambda n: setattr(n, "momentum", None),
-)
+convolutional_networks("""
+momentum_of_a_norm | | m[1].momentum = 0.5
+momentum_of_a_norm_from_none | m[1].momentum = None | m[1].momentum = 0.5
+momentum_of_a_norm_to_none | | m[1].momentum = None
+eps_of_a_norm | | m[1].eps = 0.5
+norm_to_eval | | m[1].eval()
+statistics_not_tracked | | m[1].track_running_stats = False
+running_mean_to_none | | m[1].running_mean = None
+running_statistics_to_none | | m[1].running_mean = m[1].running_var = None | is_planned
+statistics_to_none | | without_statistics(m[1])
+statistics_reset | | m[1].reset_running_stats()
+statistics_replaced | | m[1].running_mean = torch.ones(4)
+statistics_of_another_type | | m[1].running_mean = torch.ones(4).double()
+weight_of_a_norm_to_none | | m[1].register_parameter("weight", None)
+batches_counted_to_none | | m[1].num_batches_tracked = None
+batches_counted_set | m[1].momentum = None | m[1].num_batches_tracked.fill_(10)
+""")
 
 
-def of_buffer(name: str, change: Callable[[Any], Any], **others: bool) -> None:
-    """Add a program with a buffer that may be None."""
-
-    def build() -> Training:
-        model = Reading(lambda s, out: out if s.gain is None else out * s.gain)
-        model.register_buffer("gain", torch.full((4,), 2.0))
-        return trained(model, change=lambda: change(model))
-
-    PROGRAMS(build, name=name, **others)
+def gained(s: Any, out: torch.Tensor) -> torch.Tensor:
+    return out if s.gain is None else out * s.gain
 
 
-of_buffer("buffer_in_place", lambda m: m.gain.mul_(2), keeps_plan=True)
-of_buffer("buffer_replaced", lambda m: setattr(m, "gain", torch.ones(4)))
-of_buffer("buffer_to_none", lambda m: setattr(m, "gain", None))
-of_buffer("buffer_of_another_shape", lambda m: setattr(m, "gain", torch.ones(1)))
-of_buffer(
-    "buffer_of_another_type",
-    lambda m: setattr(m, "gain", torch.ones(4, dtype=torch.long)),
-)
-of_buffer(
-    "buffer_added", lambda m: m.register_buffer("other", torch.ones(1)), is_planned=True
-)
-of_buffer("buffer_registered_again", lambda m: m.register_buffer("gain", torch.ones(4)))
-of_buffer(
-    "buffer_becomes_a_parameter",
-    lambda m: (delattr(m, "gain"), setattr(m, "gain", nn.Parameter(torch.ones(4)))),
-)
-of_buffer(
-    "buffer_becomes_an_attribute",
-    lambda m: (delattr(m, "gain"), setattr(m, "gain", 3.0)),
-)
+def with_gain(module: nn.Module) -> None:
+    module.register_buffer("gain", torch.full((4,), 2.0))
 
 
-@PROGRAMS
-def buffer_from_none() -> Training:
-    model = Reading(lambda s, out: out if s.gain is None else out * s.gain)
-    model.register_buffer("gain", None)
-    return trained(model, change=lambda: setattr(model, "gain", torch.ones(4) * 3))
-
-
-@PROGRAMS
-def buffer_that_anneals() -> Training:
-    def read(s, out):
-        s.heat.mul_(0.5)
-        return out / s.heat
-
-    model = Reading(read)
-    model.register_buffer("heat", torch.ones(()))
-    return trained(model)
+reads("""
+buffer_in_place | gained(s, out) | with_gain(m) | m.gain.mul_(2) | keeps_plan
+buffer_replaced | gained(s, out) | with_gain(m) | m.gain = torch.ones(4)
+buffer_to_none | gained(s, out) | with_gain(m) | m.gain = None
+buffer_from_none
+    | gained(s, out) | m.register_buffer("gain", None) | m.gain = torch.ones(4) * 3
+buffer_of_another_shape | gained(s, out) | with_gain(m) | m.gain = torch.ones(1)
+buffer_of_another_type
+    | gained(s, out) | with_gain(m) | m.gain = torch.ones(4, dtype=torch.long)
+buffer_added
+    | gained(s, out) | with_gain(m) | m.register_buffer("other", torch.ones(1))
+    | is_planned
+buffer_registered_again
+    | gained(s, out) | with_gain(m) | m.register_buffer("gain", torch.ones(4))
+buffer_becomes_a_parameter
+    | gained(s, out) | with_gain(m) | del m.gain; m.gain = nn.Parameter(torch.ones(4))
+buffer_becomes_an_attribute | gained(s, out) | with_gain(m) | del m.gain; m.gain = 3.0
+buffer_that_anneals
+    | s.heat.mul_(0.5); out / s.heat | m.register_buffer("heat", torch.ones(()))
+""")
 
 
 # --- settings of PyTorch
-
-
-def setting(
-    name: str,
-    change: Callable[[], Any],
-    read: Callable[[Any, torch.Tensor], torch.Tensor] = lambda s, out: out,
-    **others: bool,
-) -> None:
-    """Add a program between whose steps a setting of PyTorch is changed."""
-
-    def build() -> Training:
-        return trained(Reading(read), change=change)
-
-    PROGRAMS(build, name=name, **others)
 
 
 def autocast_on(kind: torch.dtype = torch.bfloat16) -> None:
@@ -547,93 +422,49 @@ def autocast_on(kind: torch.dtype = torch.bfloat16) -> None:
     torch.set_autocast_cache_enabled(False)  # no context is left that would empty it
 
 
-setting(
-    "default_dtype",
-    lambda: torch.set_default_dtype(torch.float64),
-    lambda s, out: out * (torch.tensor(1.0) / 3).to(out.dtype),
-)
-setting(
-    "default_dtype_is_read",
-    lambda: torch.set_default_dtype(torch.float64),
-    lambda s, out: out * torch.get_default_dtype().itemsize,
-)
-setting(
-    "default_device",
-    lambda: torch.set_default_device("meta"),
-    lambda s, out: out * (3.0 if torch.zeros(1).device.type == "meta" else 1.0),
-)
-setting("autocast_on", autocast_on)
-setting(
-    "autocast_is_read",
-    autocast_on,
-    lambda s, out: out * 3 if torch.is_autocast_enabled("cpu") else out,
-)
-setting(
-    "deterministic",
-    lambda: torch.use_deterministic_algorithms(True),
-    lambda s, out: out.index_add(1, torch.tensor([0, 0]), out[:, :2]),
-)
-setting(
-    "deterministic_is_read",
-    lambda: torch.use_deterministic_algorithms(True),
-    lambda s, out: out * 3 if torch.are_deterministic_algorithms_enabled() else out,
-)
-setting("gradients_off", lambda: torch.set_grad_enabled(False))
-setting(
-    "gradient_mode_is_read",
-    lambda: None,
-    lambda s, out: out * 3 if torch.is_grad_enabled() else out,
-)
-setting("precision_of_products", lambda: torch.set_float32_matmul_precision("medium"))
-setting(
-    "precision_of_products_is_read",
-    lambda: torch.set_float32_matmul_precision("medium"),
-    lambda s, out: out * len(torch.get_float32_matmul_precision()),
-)
-setting(
-    "tensor_float32", lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-)
-setting("number_of_threads", lambda: torch.set_num_threads(2))
-setting(
-    "number_of_threads_is_read",
-    lambda: torch.set_num_threads(2),
-    lambda s, out: out * torch.get_num_threads(),
-)
-setting("anomalies_detected", lambda: torch.set_anomaly_enabled(True))
-setting(
-    "anomalies_and_not_a_number",
-    lambda: torch.set_anomaly_enabled(True),
-    lambda s, out: out * float("nan"),
-)
-setting("onednn_off", lambda: torch._C._set_mkldnn_enabled(False))
-setting(
-    "onednn_is_read",
-    lambda: torch._C._set_mkldnn_enabled(False),
-    lambda s, out: out * 3 if torch.backends.mkldnn.enabled else out,
-)
-setting(
-    "tensors_printed_otherwise",
-    lambda: torch.set_printoptions(precision=4),
-    keeps_plan=True,
-)
+def attended(out: torch.Tensor) -> torch.Tensor:
+    q = out.view(1, 2, 4, 4)
+    y = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return y.reshape(8, 4)
 
 
-@PROGRAMS
-def onednn_off_for_convolutions() -> Training:
-    return of_images(
-        convolutional(), change=lambda: torch._C._set_mkldnn_enabled(False)
-    )
+settings = PROGRAMS.table(globals(), READS, "result change made")
 
-
-@PROGRAMS
-def attention_by_another_kernel() -> Training:
-    def read(s, out):
-        q = out.view(1, 2, 4, 4)
-        y = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-        return y.reshape(8, 4)
-
-    model = Reading(read)
-    return trained(model, change=lambda: torch._C._set_sdp_use_flash(False))
+settings("""
+default_dtype
+    | out * (torch.tensor(1.0) / 3).to(out.dtype)
+    | torch.set_default_dtype(torch.float64)
+default_dtype_is_read
+    | out * torch.get_default_dtype().itemsize | torch.set_default_dtype(torch.float64)
+default_device
+    | out * (3.0 if torch.zeros(1).device.type == "meta" else 1.0)
+    | torch.set_default_device("meta")
+autocast_on | out | autocast_on()
+autocast_is_read | out * 3 if torch.is_autocast_enabled("cpu") else out | autocast_on()
+deterministic
+    | out.index_add(1, torch.tensor([0, 0]), out[:, :2])
+    | torch.use_deterministic_algorithms(True)
+deterministic_is_read
+    | out * 3 if torch.are_deterministic_algorithms_enabled() else out
+    | torch.use_deterministic_algorithms(True)
+gradients_off | out | torch.set_grad_enabled(False)
+gradient_mode_is_read | out * 3 if torch.is_grad_enabled() else out
+precision_of_products | out | torch.set_float32_matmul_precision("medium")
+precision_of_products_is_read
+    | out * len(torch.get_float32_matmul_precision())
+    | torch.set_float32_matmul_precision("medium")
+tensor_float32 | out | torch.backends.cuda.matmul.allow_tf32 = True
+number_of_threads | out | torch.set_num_threads(2)
+number_of_threads_is_read | out * torch.get_num_threads() | torch.set_num_threads(2)
+anomalies_detected | out | torch.set_anomaly_enabled(True)
+anomalies_and_not_a_number | out * float("nan") | torch.set_anomaly_enabled(True)
+onednn_off | out | torch._C._set_mkldnn_enabled(False)
+onednn_is_read
+    | out * 3 if torch.backends.mkldnn.enabled else out
+    | torch._C._set_mkldnn_enabled(False)
+tensors_printed_otherwise | out | torch.set_printoptions(precision=4) | | keeps_plan
+attention_by_another_kernel | attended(out) | torch._C._set_sdp_use_flash(False)
+""")
 
 
 def within(

@@ -1,5 +1,7 @@
 """Programs of training practice: schedules, freezing, adapters, averages."""
 
+# ruff: noqa: F401  (rows of tables use what is imported)
+
 import copy
 import functools
 from collections.abc import Callable
@@ -97,24 +99,20 @@ scheduled(
 # --- optimizers
 
 
-def optimized(
-    name: str,
-    change: Callable[[Any], Any],
-    make: Callable[[Any], Any] = sgd,
-    **others: bool,
-) -> None:
-    """Add a program whose optimizer is changed."""
+MODELS = """
+def build():
+    m = {model}
+    o = {optimizer}
+    (g,) = o.param_groups
+    def change():
+        {change}
+    return trained(m, optimizer=o, change=change)
+"""
+"""Of a model and its optimizer, and what is changed: the optimizer has one group."""
 
-    def build() -> Training:
-        model = perceptron()
-        optimizer = make(model)
-        return trained(model, optimizer=optimizer, change=lambda: change(optimizer))
-
-    PROGRAMS(build, name=name, **others)
-
-
-def group_set(**values: Any) -> Callable[[Any], Any]:
-    return lambda optimizer: optimizer.param_groups[0].update(values)
+optimizers = PROGRAMS.table(
+    globals(), MODELS.replace("{model}", "perceptron()"), "optimizer change"
+)
 
 
 def adam(model: nn.Module, **others: Any) -> Any:
@@ -125,76 +123,38 @@ def adamw(model: nn.Module, rate: Any = 0.03) -> Any:
     return optim.AdamW(model.parameters(), rate)
 
 
-optimized("rate_set", group_set(lr=0.03), keeps_plan=True)
-optimized("rate_becomes_a_tensor", group_set(lr=torch.tensor(0.03)))
-optimized(
-    "rate_tensor_in_place",
-    lambda o: o.param_groups[0]["lr"].mul_(0.5),
-    lambda m: optim.SGD(m.parameters(), torch.tensor(0.1)),
-    keeps_plan=True,
-)
-optimized("rate_becomes_a_number_of_numpys", group_set(lr=np.float32(0.03)), adamw)
-optimized(
-    "rate_is_a_number_of_numpys",
-    nothing,
-    functools.partial(adamw, rate=np.float16(0.03)),
-)
-optimized(
-    "rate_in_double_precision",
-    nothing,
-    functools.partial(adamw, rate=np.float64(0.03)),
-    is_planned=True,
-)
-optimized(
-    "differentiable",
-    nothing,
-    lambda m: optim.SGD(m.parameters(), 0.1, differentiable=True),
-)
-optimized("rate_is_zero", group_set(lr=0.0), keeps_plan=True)
-optimized("weight_decay_set", group_set(weight_decay=0.3), is_planned=True)
-optimized("momentum_set", group_set(momentum=0.5))
-optimized("momentum_to_zero", group_set(momentum=0.0))
-optimized(
-    "momentum_from_zero",
-    group_set(momentum=0.9),
-    lambda m: optim.SGD(m.parameters(), 0.1),
-)
-optimized("dampening_set", group_set(dampening=0.5))
-optimized("nesterov_set", group_set(nesterov=True))
-optimized("maximize_set", group_set(maximize=True))
-optimized("betas_set", group_set(betas=(0.5, 0.6)), adam)
-optimized("eps_set", group_set(eps=0.1), adam)
-optimized("amsgrad_set", group_set(amsgrad=True), functools.partial(adam, amsgrad=True))
-optimized(
-    "decoupled_set", group_set(decoupled_weight_decay=True, weight_decay=0.1), adam
-)
-optimized("foreach_set", group_set(foreach=True), adam)
-optimized("state_cleared", lambda o: o.state.clear(), is_planned=True)
-optimized("state_cleared_of_adam", lambda o: o.state.clear(), adam)
-optimized(
-    "state_of_one_parameter_dropped",
-    lambda o: o.state.pop(o.param_groups[0]["params"][0]),
-    adam,
-)
-optimized(
-    "state_zeroed", lambda o: [s["momentum_buffer"].zero_() for s in o.state.values()]
-)
-optimized(
-    "state_loaded",
-    lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
-    adam,
-    is_planned=True,
-)
-optimized(
-    "step_counter_set", lambda o: [s["step"].fill_(100) for s in o.state.values()], adam
-)
-optimized("gradients_zeroed_between", lambda o: o.zero_grad(set_to_none=False))
-optimized(
-    "parameter_dropped_from_the_group", lambda o: o.param_groups[0]["params"].pop()
-)
-optimized(
-    "parameters_in_another_order", lambda o: o.param_groups[0]["params"].reverse()
-)
+optimizers("""
+rate_set | sgd(m) | g["lr"] = 0.03 | keeps_plan
+rate_becomes_a_tensor | sgd(m) | g["lr"] = torch.tensor(0.03)
+rate_becomes_a_number_of_numpys | adamw(m) | g["lr"] = np.float32(0.03)
+rate_is_a_number_of_numpys | adamw(m, np.float16(0.03)) | pass
+rate_in_double_precision | adamw(m, np.float64(0.03)) | pass | is_planned
+differentiable | optim.SGD(m.parameters(), 0.1, differentiable=True) | pass
+rate_tensor_in_place
+    | optim.SGD(m.parameters(), torch.tensor(0.1)) | g["lr"].mul_(0.5) | keeps_plan
+rate_is_zero | sgd(m) | g["lr"] = 0.0 | keeps_plan
+weight_decay_set | sgd(m) | g["weight_decay"] = 0.3 | is_planned
+momentum_set | sgd(m) | g["momentum"] = 0.5
+momentum_to_zero | sgd(m) | g["momentum"] = 0.0
+momentum_from_zero | optim.SGD(m.parameters(), 0.1) | g["momentum"] = 0.9
+dampening_set | sgd(m) | g["dampening"] = 0.5
+nesterov_set | sgd(m) | g["nesterov"] = True
+maximize_set | sgd(m) | g["maximize"] = True
+betas_set | adam(m) | g["betas"] = (0.5, 0.6)
+eps_set | adam(m) | g["eps"] = 0.1
+amsgrad_set | adam(m, amsgrad=True) | g["amsgrad"] = True
+decoupled_set | adam(m) | g.update(decoupled_weight_decay=True, weight_decay=0.1)
+foreach_set | adam(m) | g["foreach"] = True
+state_cleared | sgd(m) | o.state.clear() | is_planned
+state_cleared_of_adam | adam(m) | o.state.clear()
+state_of_one_parameter_dropped | adam(m) | o.state.pop(g["params"][0])
+state_zeroed | sgd(m) | [s["momentum_buffer"].zero_() for s in o.state.values()]
+state_loaded | adam(m) | o.load_state_dict(copy.deepcopy(o.state_dict())) | is_planned
+step_counter_set | adam(m) | [s["step"].fill_(100) for s in o.state.values()]
+gradients_zeroed_between | sgd(m) | o.zero_grad(set_to_none=False)
+parameter_dropped_from_the_group | sgd(m) | g["params"].pop()
+parameters_in_another_order | sgd(m) | g["params"].reverse()
+""")
 
 
 @PROGRAMS
@@ -233,19 +193,13 @@ class Own(optim.Optimizer):
                     p.sub_(p.grad * (group["lr"] * group["scale"] * self.factor))
 
 
-def own(model: nn.Module) -> Own:
-    return Own(model.parameters())
-
-
-optimized("own_optimizers_attribute", lambda o: setattr(o, "factor", 3.0), own)
-optimized("own_optimizers_number", group_set(scale=3.0), own)
-optimized(
-    "own_optimizers_class",
-    lambda o: setattr(
-        o, "__class__", type("Still", (Own,), {"step": lambda self: None})
-    ),
-    own,
-)
+optimizers("""
+own_optimizers_attribute | Own(m.parameters()) | o.factor = 3.0
+own_optimizers_number | Own(m.parameters()) | g["scale"] = 3.0
+own_optimizers_class
+    | Own(m.parameters())
+    | o.__class__ = type("Still", (Own,), {"step": lambda self: None})
+""")
 
 
 @PROGRAMS(changes_in_step=True)
@@ -320,19 +274,9 @@ def own_update_changes_gradients_that_share_memory() -> Training:
 # --- parameters: frozen, replaced, loaded, moved
 
 
-def of_model(
-    name: str,
-    change: Callable[[Any], Any],
-    make: Callable[[], nn.Module] = perceptron,
-    **others: bool,
-) -> None:
-    """Add a program whose model is changed, and whose optimizer stays."""
-
-    def build() -> Training:
-        model = make()
-        return trained(model, optimizer=sgd(model), change=lambda: change(model))
-
-    PROGRAMS(build, name=name, **others)
+models = PROGRAMS.table(
+    globals(), MODELS.replace("{optimizer}", "sgd(m)"), "model change"
+)
 
 
 def frozen() -> nn.Module:
@@ -361,35 +305,118 @@ def loaded_by_assignment(model: Any) -> None:
     model.load_state_dict(state, assign=True)
 
 
-def trained_layer() -> nn.Linear:
-    return nn.Linear(8, 4)
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 4))
 
 
-of_model("layer_frozen", lambda m: m[0].requires_grad_(False), is_planned=True)
-of_model("layer_thawed", lambda m: m[0].requires_grad_(True), frozen, is_planned=True)
-of_model("bias_frozen", lambda m: m[0].bias.requires_grad_(False))
-of_model("everything_frozen", lambda m: m.requires_grad_(False))
-of_model("layer_replaced_without_parameters", lambda m: m.__setitem__(1, nn.Tanh()))
-of_model("layer_replaced", lambda m: m.__setitem__(2, trained_layer()), is_planned=True)
-of_model(
-    "parameter_replaced",
-    lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(8))),
-    is_planned=True,
-)
-of_model(
-    "bias_removed", lambda m: m[2].register_parameter("bias", None), is_planned=True
-)
-of_model("layer_appended", lambda m: m.append(nn.Tanh()))
-of_model("layer_with_parameters_appended", lambda m: m.append(nn.Linear(4, 4)))
-of_model("layer_deleted", lambda m: m.__delitem__(1))
-of_model("weights_clamped", weights_clamped, keeps_plan=True)
-of_model("weights_in_other_memory", weights_moved)
-of_model("weights_drawn_anew", lambda m: m[0].reset_parameters(), keeps_plan=True)
-of_model("state_dict_loaded", loaded, keeps_plan=True)
-of_model("state_dict_assigned", loaded_by_assignment, is_planned=True)
-of_model("model_in_double", lambda m: m.double())
-of_model("model_in_bfloat16", lambda m: m.bfloat16())
-of_model("model_to_eval", lambda m: m.eval(), is_planned=True)
+def leaking() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Linear(8, 4))
+
+
+class LowRank(nn.Module):
+    """A frozen layer and two small ones beside it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+        self.scale, self.merged = 0.5, False
+
+    def forward(self, x):
+        out = self.layer(x)
+        return out if self.merged else out + self.scale * self.up(self.down(x))
+
+
+def adapted() -> nn.Module:
+    model = perceptron()
+    model[0] = LowRank(model[0])
+    return model
+
+
+def merged(model: Any) -> None:
+    adapter = model[0]
+    with torch.no_grad():
+        adapter.layer.weight += adapter.scale * adapter.up.weight @ adapter.down.weight
+    adapter.merged = True
+
+
+def normed(norm: Callable[..., Any], **others: Any) -> nn.Module:
+    model = perceptron()
+    norm(model[0], **others)
+    return model
+
+
+class Doubled(nn.Module):
+    factor = 1.0
+
+    def forward(self, weight):
+        return weight * self.factor
+
+
+def parametrized() -> nn.Module:
+    model = perceptron()
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    return model
+
+
+models("""
+layer_frozen | perceptron() | m[0].requires_grad_(False) | is_planned
+layer_thawed | frozen() | m[0].requires_grad_(True) | is_planned
+bias_frozen | perceptron() | m[0].bias.requires_grad_(False)
+everything_frozen | perceptron() | m.requires_grad_(False)
+layer_replaced_without_parameters | perceptron() | m[1] = nn.Tanh()
+layer_replaced | perceptron() | m[2] = nn.Linear(8, 4) | is_planned
+parameter_replaced
+    | perceptron() | m[0].bias = nn.Parameter(torch.ones(8)) | is_planned
+bias_removed | perceptron() | m[2].register_parameter("bias", None) | is_planned
+layer_appended | perceptron() | m.append(nn.Tanh())
+layer_with_parameters_appended | perceptron() | m.append(nn.Linear(4, 4))
+layer_grows_with_its_group
+    | perceptron() | m.append(nn.Linear(4, 4))
+    ; o.add_param_group({"params": m[3].parameters()})
+layer_deleted | perceptron() | del m[1]
+weights_clamped | perceptron() | weights_clamped(m) | keeps_plan
+weights_in_other_memory | perceptron() | weights_moved(m)
+weights_drawn_anew | perceptron() | m[0].reset_parameters() | keeps_plan
+state_dict_loaded | perceptron() | loaded(m) | keeps_plan
+state_dict_assigned | perceptron() | loaded_by_assignment(m) | is_planned
+model_in_double | perceptron() | m.double()
+model_in_bfloat16 | perceptron() | m.bfloat16()
+model_to_eval | perceptron() | m.eval() | is_planned
+sparse_layer
+    | perceptron() | m[0].weight.data.mul_(m[0].weight.data > 0) | keeps_plan
+parameter_attribute | perceptron() | m[0].weight.gain = 3.0
+dropout_raised | dropping() | m[1].p = 0.9
+dropout_off | dropping() | m[1].p = 0.0
+dropout_to_eval | dropping() | m[1].eval()
+dropout_in_place | dropping() | m[1].inplace = True
+leaky_slope | leaking() | m[1].negative_slope = 0.9
+adapter_scaled | adapted() | m[0].scale = 2.0
+adapter_merged | adapted() | merged(m)
+adapter_taken_off | adapted() | m[0] = m[0].layer
+weight_norm | normed(parametrizations.weight_norm) |
+spectral_norm | normed(parametrizations.spectral_norm) |
+spectral_norm_to_eval | normed(parametrizations.spectral_norm) | m.eval()
+old_weight_norm | normed(nn.utils.weight_norm) |
+old_spectral_norm | normed(nn.utils.spectral_norm) |
+old_weight_norm_removed
+    | normed(nn.utils.weight_norm) | nn.utils.remove_weight_norm(m[0])
+weight_norm_added | perceptron() | parametrizations.weight_norm(m[0])
+parametrization_added
+    | perceptron() | parametrize.register_parametrization(m[0], "weight", nn.Tanh())
+parametrization_removed
+    | parametrized() | parametrize.remove_parametrizations(m[0], "weight")
+parametrizations_number
+    | parametrized() | m[0].parametrizations.weight[0].factor = 3.0
+pruned | perceptron() | prune.l1_unstructured(m[0], "weight", 0.5)
+pruning_removed
+    | normed(prune.l1_unstructured, name="weight", amount=0.5)
+    | prune.remove(m[0], "weight")
+pruning_mask_in_place
+    | normed(prune.l1_unstructured, name="weight", amount=0.5)
+    | m[0].weight_mask.fill_(1.0)
+""")
 
 
 @PROGRAMS(is_planned=True)
@@ -406,44 +433,6 @@ def everything_in_double() -> Training:
 
     batches = [(x, y), (x, y), (x.double(), y), (x.double(), y)]
     return trained(model, optimizer=optimizer, batches=batches, change=change)
-
-
-of_model(
-    "sparse_layer",
-    lambda m: m[0].weight.data.mul_(m[0].weight.data > 0),
-    keeps_plan=True,
-)
-of_model("parameter_attribute", lambda m: setattr(m[0].weight, "gain", 3.0))
-
-
-@PROGRAMS
-def parameter_attribute_is_read() -> Training:
-    model = Reading(lambda s, out: out * getattr(s.net[0].weight, "gain", 1.0))
-    return trained(model, change=lambda: setattr(model.net[0].weight, "gain", 3.0))
-
-
-@PROGRAMS
-def requires_grad_is_read() -> Training:
-    def read(s, out):
-        return out * (1.0 if s.net[0].bias.requires_grad else 3.0)
-
-    model = Reading(read)
-    return trained(model, change=lambda: model.net[0].bias.requires_grad_(False))
-
-
-def dropping() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 4))
-
-
-of_model("dropout_raised", lambda m: setattr(m[1], "p", 0.9), dropping)
-of_model("dropout_off", lambda m: setattr(m[1], "p", 0.0), dropping)
-of_model("dropout_to_eval", lambda m: m[1].eval(), dropping)
-of_model("dropout_in_place", lambda m: setattr(m[1], "inplace", True), dropping)
-of_model(
-    "leaky_slope",
-    lambda m: setattr(m[1], "negative_slope", 0.9),
-    lambda: nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Linear(8, 4)),
-)
 
 
 def convolutions(name: str, change: Callable[[Any], Any]) -> None:
@@ -475,34 +464,6 @@ def group_added() -> Training:
 
 
 @PROGRAMS
-def layer_grows_with_its_group() -> Training:
-    model = perceptron()
-    optimizer = sgd(model)
-
-    def change() -> None:
-        grown = nn.Linear(4, 4)
-        model.append(grown)
-        optimizer.add_param_group({"params": grown.parameters()})
-
-    return trained(model, optimizer=optimizer, change=change)
-
-
-class LowRank(nn.Module):
-    """A frozen layer and two small ones beside it."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down = nn.Linear(layer.in_features, 2, bias=False)
-        self.up = nn.Linear(2, layer.out_features, bias=False)
-        self.scale, self.merged = 0.5, False
-
-    def forward(self, x):
-        out = self.layer(x)
-        return out if self.merged else out + self.scale * self.up(self.down(x))
-
-
-@PROGRAMS
 def adapter_added() -> Training:
     model = perceptron()
     optimizer = sgd(model)
@@ -514,89 +475,6 @@ def adapter_added() -> Training:
         ]
 
     return trained(model, optimizer=optimizer, change=change)
-
-
-def adapted() -> nn.Module:
-    model = perceptron()
-    model[0] = LowRank(model[0])
-    return model
-
-
-def merged(model: Any) -> None:
-    adapter = model[0]
-    with torch.no_grad():
-        adapter.layer.weight += adapter.scale * adapter.up.weight @ adapter.down.weight
-    adapter.merged = True
-
-
-of_model("adapter_scaled", lambda m: setattr(m[0], "scale", 2.0), adapted)
-of_model("adapter_merged", merged, adapted)
-of_model("adapter_taken_off", lambda m: m.__setitem__(0, m[0].layer), adapted)
-
-
-# --- parametrizations
-
-
-def normed(norm: Callable[..., nn.Module], **others: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        model = perceptron()
-        norm(model[0], **others)
-        return model
-
-    return make
-
-
-class Doubled(nn.Module):
-    factor = 1.0
-
-    def forward(self, weight):
-        return weight * self.factor
-
-
-def parametrized() -> nn.Module:
-    model = perceptron()
-    parametrize.register_parametrization(model[0], "weight", Doubled())
-    return model
-
-
-def parametrization_removed(model: Any) -> None:
-    parametrize.remove_parametrizations(model[0], "weight")
-
-
-of_model("weight_norm", lambda m: None, normed(parametrizations.weight_norm))
-of_model("spectral_norm", lambda m: None, normed(parametrizations.spectral_norm))
-of_model(
-    "spectral_norm_to_eval", lambda m: m.eval(), normed(parametrizations.spectral_norm)
-)
-of_model("old_weight_norm", lambda m: None, normed(nn.utils.weight_norm))
-of_model("old_spectral_norm", lambda m: None, normed(nn.utils.spectral_norm))
-of_model(
-    "old_weight_norm_removed",
-    lambda m: nn.utils.remove_weight_norm(m[0]),
-    normed(nn.utils.weight_norm),
-)
-of_model("weight_norm_added", lambda m: parametrizations.weight_norm(m[0]))
-of_model(
-    "parametrization_added",
-    lambda m: parametrize.register_parametrization(m[0], "weight", nn.Tanh()),
-)
-of_model("parametrization_removed", parametrization_removed, parametrized)
-of_model(
-    "parametrizations_number",
-    lambda m: setattr(m[0].parametrizations.weight[0], "factor", 3.0),
-    parametrized,
-)
-of_model("pruned", lambda m: prune.l1_unstructured(m[0], "weight", 0.5))
-of_model(
-    "pruning_removed",
-    lambda m: prune.remove(m[0], "weight"),
-    normed(prune.l1_unstructured, name="weight", amount=0.5),
-)
-of_model(
-    "pruning_mask_in_place",
-    lambda m: m[0].weight_mask.fill_(1.0),
-    normed(prune.l1_unstructured, name="weight", amount=0.5),
-)
 
 
 # --- averages, copies, teachers
@@ -718,57 +596,61 @@ def temperature_anneals_in_place() -> Training:
     )
 
 
-@PROGRAMS
-def depth_grows() -> Training:
+def active(s: Any, out: torch.Tensor) -> torch.Tensor:
+    for on, layer in zip(s.active, s.layers, strict=True):
+        out = layer(out) if on else out
+    return out
+
+
+def saving(s: Any, out: torch.Tensor) -> torch.Tensor:
+    if s.saves:
+        return checkpoint.checkpoint(s.hidden, out, use_reentrant=False)
+    return s.hidden(out)
+
+
+def two_layers() -> list[nn.Module]:
+    return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+
+
+READS = """
+def build():
     def read(s, out):
-        for layer in s.layers[: s.depth]:
-            out = layer(out)
-        return out
+        {result}
+    m = Reading(read, {attributes})
+    def change():
+        {change}
+    return trained(m, optimizer=sgd(m), change=change)
+"""
 
-    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
-    model = Reading(read, layers=layers, depth=1)
-    return trained(
-        model, optimizer=sgd(model), change=lambda: setattr(model, "depth", 2)
-    )
-
-
-@PROGRAMS
-def layers_are_active_by_a_list() -> Training:
-    def read(s, out):
-        for on, layer in zip(s.active, s.layers, strict=True):
-            out = layer(out) if on else out
-        return out
-
-    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
-    model = Reading(read, layers=layers, active=[True, False])
-    return trained(model, optimizer=sgd(model), change=model.active.reverse)
-
-
-@PROGRAMS
-def checkpointing_is_turned_on() -> Training:
-    def read(s, out):
-        if s.saves:
-            return checkpoint.checkpoint(s.hidden, out, use_reentrant=False)
-        return s.hidden(out)
-
-    hidden = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
-    model = Reading(read, hidden=hidden, saves=False)
-    return trained(model, change=lambda: setattr(model, "saves", True))
+PROGRAMS.table(globals(), READS, "attributes result change")("""
+parameter_attribute_is_read
+    | | out * getattr(s.net[0].weight, "gain", 1.0) | m.net[0].weight.gain = 3.0
+requires_grad_is_read
+    | | out * (1.0 if s.net[0].bias.requires_grad else 3.0)
+    | m.net[0].bias.requires_grad_(False)
+depth_grows
+    | layers=nn.ModuleList(two_layers()), depth=1
+    | functools.reduce(lambda y, layer: layer(y), s.layers[: s.depth], out)
+    | m.depth = 2
+layers_are_active_by_a_list
+    | layers=nn.ModuleList(two_layers()), active=[True, False] | active(s, out)
+    | m.active.reverse()
+checkpointing_is_turned_on
+    | hidden=with_dropout(), saves=False | saving(s, out) | m.saves = True
+task_is_switched
+    | heads=nn.ModuleDict(zip("ab", two_layers())), task="a"
+    | s.heads[s.task](out) | m.task = "b"
+""")
 
 
 @PROGRAMS(is_planned=True)
 def loss_is_compiled() -> Training:
     loss_fn = torch.compile(functional.cross_entropy, backend="eager")
     return trained(perceptron(), loss_fn=loss_fn)
-
-
-@PROGRAMS
-def task_is_switched() -> Training:
-    heads = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    model = Reading(lambda s, out: s.heads[s.task](out), heads=heads, task="a")
-    return trained(
-        model, optimizer=sgd(model), change=lambda: setattr(model, "task", "b")
-    )
 
 
 @PROGRAMS
