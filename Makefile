@@ -12,6 +12,8 @@ JOBS ?= auto
 RERUNS ?= 0
 ONE_BY_ONE := $(BIN)/python -m pytest -raR --timeout 300 --reruns $(RERUNS)
 PYTEST := $(ONE_BY_ONE) -n $(JOBS) --dist worksteal
+# Tests start hundreds of processes, each of which would compile the library again.
+export PYTHONDONTWRITEBYTECODE :=
 # Each test belongs to one target, whatever is installed, and a target reads only the
 # files in which its mark stands: every process that runs tests imports all it is given.
 marked = $$(grep -lE '$(1)' tests/test_*.py)
