@@ -8,7 +8,7 @@ import pytest
 from mucudnn.errors import OutOfMemoryError, PlanningError
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.models import get_model
-from mucudnn.passes.residency import PLANNED, policy_names
+from mucudnn.passes.residency import policy_names
 from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -40,17 +40,15 @@ def advised(nbytes, **options):
 
 
 WAYS = [
-    *zip(
-        (p for p in policy_names() if p != PLANNED),
-        itertools.cycle(("dynamic", "fixed")),
-        strict=False,
-    ),
+    *itertools.product(("keep_all", "paging", "vdnn_dyn"), ("fastest", "least")),
+    *(("keep_all", "dynamic"), ("lru", "dynamic"), ("superneurons", "fixed")),
     *(
-        pytest.param(PLANNED, convolutions, marks=pytest.mark.slow)
+        pytest.param(policy, convolutions, marks=pytest.mark.slow)
+        for policy in policy_names()
         for convolutions in ("dynamic", "fixed")
     ),
-    *itertools.product(("keep_all", "paging", "vdnn_dyn"), ("fastest", "least")),
 ]
+"""What the refusals themselves promise is tested in `test_least_budget.py`."""
 
 
 @pytest.mark.parametrize(("policy", "convolutions"), WAYS)

@@ -3,16 +3,13 @@
 import ast
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-import mucudnn
 from mucudnn import strategies
 from mucudnn.passes.registry import Strategies, name_of
 from tests.commands import python
-
-ROOT = Path(mucudnn.__file__).parent
+from tests.sources import sources
 
 TABLES = {
     ("mucudnn.strategies", "POLICIES", "names"): 14,
@@ -43,20 +40,17 @@ TABULAR = ("Strategies", "MappingProxyType")
 
 def table_literals():
     """Every module-level table of functions in the package: (module, name)."""
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        module = ".".join(part for part in parts if part != "__init__")
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, ast.AnnAssign) and node.value is not None:
-                targets = [node.target]
-            else:
-                continue
-            made = node.value
-            name = getattr(getattr(made, "func", None), "id", None)
-            if name in TABULAR:
-                yield module, targets[0].id
+    for module, tree in sources().items():
+        for node in tree.body:
+            match node:
+                case ast.Assign([target], ast.Call(ast.Name(made))):
+                    pass
+                case ast.AnnAssign(target, _, ast.Call(ast.Name(made))):
+                    pass
+                case _:
+                    continue
+            if made in TABULAR:
+                yield module, target.id
 
 
 EVERYTHING = """
@@ -108,12 +102,12 @@ def test_every_table_of_strategies_is_looked_at():
 
 
 def test_no_strategy_of_the_package_registers_itself():
-    for path in ROOT.rglob("*.py"):
-        if path.name == "notebook.py":  # functions by type, of functools.singledispatch
+    for module, tree in sources().items():
+        if module == "mucudnn.notebook":  # by type, of functools.singledispatch
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             for decorator in getattr(node, "decorator_list", ()):
-                assert ".register" not in ast.unparse(decorator), path
+                assert ".register" not in ast.unparse(decorator), module
 
 
 @pytest.fixture
