@@ -67,9 +67,9 @@ def test_results_are_those_of_their_step_whenever_they_are_read(device):
 
 def test_nothing_is_waited_for_before_it_is_read(device):
     cupy, step_io = device
-    source = StrictArray(values(0))
+    source, target = StrictArray(values(0)), StrictArray(values(0))
     cupy.current.put(lambda: source.host.fill(1))
-    step_io.upload(values(2), StrictArray(values(0)))
+    step_io.upload(values(2), target)
     result = step_io.download(source)
     assert not result.ready
     assert cupy.current.queue
