@@ -609,7 +609,7 @@ def test_memory_is_free_when_the_executor_is_gone(lenet, tmp_path, copying_threa
 
 
 @given(st.integers(0, 1 << 16), st.floats(0, 1), st.sampled_from(SCHEDULERS))
-@examples(60)
+@examples(40)
 def test_random_networks_compute_the_same_bits_in_any_budget(seed, part, scheduler):
     bench = Bench.of(random_network(seed))
     plan = bench.plan(bench.random_residency(seed), part=part, scheduler=scheduler)
