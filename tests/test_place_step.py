@@ -43,10 +43,10 @@ def step(request):
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_arena_keeps_the_budget_and_nothing_overlaps(step, share, policy, request):
+def test_the_arena_keeps_the_budget_and_nothing_overlaps(
+    step, share, policy, short_search
+):
     graph, profile, leasts, most = step
-    if request.node.callspec.params["step"] != "alexnet":  # which is searched in full
-        request.getfixturevalue("short_search")
     asked = StepRequest(graph, profile, policy=policy)
     least = leasts[policy]
     budget = int(1.1 * least + share * max(0, most - least))
@@ -106,7 +106,7 @@ def large():
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.5, 1.01), (0.2, 1.025), (0.05, 1.01)])
-def test_places_cost_little_time(share, most, large):
+def test_places_cost_little_time(share, most, large, short_search):
     request, peak, least = large
     request = request.within(least + int(share * (peak - least)))
     plan = plan_step(request)
