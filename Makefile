@@ -27,7 +27,7 @@ FAKECUDA_NEEDS := expecttest filelock typing-extensions sympy networkx jinja2 fs
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 
-.PHONY: help demo demo-train test test-slow fuzz test-torch test-many test-cudnn install-cudnn \
+.PHONY: help demo demo-train test tests test-slow fuzz test-torch test-many test-cudnn install-cudnn \
 	test-fakecuda bench-fakecuda install-fakecuda \
 	check format bench docs screenshots gpu-wheels clean
 
@@ -97,7 +97,11 @@ demo-train: $(VENV)/digits.stamp
 		--json $(OUT)/demo-train.json
 	@echo "data: $(OUT)/demo-train.json"
 
-test: check
+# Types are checked by one process, beside which there is time for tests.
+test:
+	$(MAKE) --jobs 2 check tests
+
+tests: $(VENV)/dev.stamp
 	$(PYTEST) -m "not slow and not torch and not cudnn and not many"
 
 test-slow: $(VENV)/dev.stamp
