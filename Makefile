@@ -43,6 +43,7 @@ help:
 	@echo "make test-fakecuda   PyTorch steps on CUDA without a GPU (a 0.5 GB download)"
 	@echo "make bench-fakecuda   bytes and launches of PyTorch steps on CUDA, without a GPU"
 	@echo "make check   the same as test, without the tests"
+	@echo "make tests   the same as test, without the checks"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   the figures of bench/results, measured here"
 	@echo "make docs    the documentation as pages, in out/site; needs no network once installed"
