@@ -12,6 +12,8 @@ JOBS ?= auto
 RERUNS ?= 0
 ONE_BY_ONE := $(BIN)/python -m pytest -raR --timeout 300 --reruns $(RERUNS)
 PYTEST := $(ONE_BY_ONE) -n $(JOBS) --dist worksteal
+# Tests start hundreds of processes, each of which would compile the library again.
+export PYTHONDONTWRITEBYTECODE :=
 # Each test belongs to one target, whatever is installed, and a target reads only the
 # files in which its mark stands: every process that runs tests imports all it is given.
 marked = $$(grep -lE '$(1)' tests/test_*.py)
@@ -25,7 +27,7 @@ FAKECUDA_NEEDS := expecttest filelock typing-extensions sympy networkx jinja2 fs
 LOAD_CUDNN := $(BIN)/python -c "from mucudnn.backends.cuda.loading import load_library; \
 	print(load_library(without_driver=True).path)"
 
-.PHONY: help demo demo-train test test-slow fuzz test-torch test-many test-cudnn install-cudnn \
+.PHONY: help demo demo-train test tests test-slow fuzz test-torch test-many test-cudnn install-cudnn \
 	test-fakecuda bench-fakecuda install-fakecuda \
 	check format bench docs screenshots gpu-wheels clean
 
@@ -41,6 +43,7 @@ help:
 	@echo "make test-fakecuda   PyTorch steps on CUDA without a GPU (a 0.5 GB download)"
 	@echo "make bench-fakecuda   bytes and launches of PyTorch steps on CUDA, without a GPU"
 	@echo "make check   the same as test, without the tests"
+	@echo "make tests   the same as test, without the checks"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   the figures of bench/results, measured here"
 	@echo "make docs    the documentation as pages, in out/site; needs no network once installed"
@@ -95,7 +98,11 @@ demo-train: $(VENV)/digits.stamp
 		--json $(OUT)/demo-train.json
 	@echo "data: $(OUT)/demo-train.json"
 
-test: check
+# Types are checked by one process, beside which there is time for tests.
+test:
+	$(MAKE) --jobs 2 check tests
+
+tests: $(VENV)/dev.stamp
 	$(PYTEST) -m "not slow and not torch and not cudnn and not many"
 
 test-slow: $(VENV)/dev.stamp

@@ -149,13 +149,9 @@ def without_machine(value: Any) -> Any:
     return [without_machine(v) for v in value] if isinstance(value, list) else value
 
 
-def names() -> Iterator[tuple[str, str]]:
-    """Yield the signature of every public name."""
-    modules = [mucudnn]
-    with contextlib.suppress(ImportError):
-        importlib.import_module("torch")
-        modules.append(importlib.import_module("mucudnn.torch"))
-    for module in modules:
+def names(*rooms: str) -> Iterator[tuple[str, str]]:
+    """Yield the signature of every public name, and of those in some rooms."""
+    for module in (mucudnn, *map(importlib.import_module, rooms)):
         for name in module.__all__:
             value = getattr(module, name)
             members = [n for n in dir(value) if not n.startswith("_")]
@@ -174,7 +170,7 @@ PARTS: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {
     "networks": lambda: plans(LARGE),
     "torch": torch_steps,
     "commands": commands,
-    "names": names,
+    "names": lambda: names("mucudnn.torch"),
 }
 
 

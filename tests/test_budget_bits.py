@@ -27,6 +27,7 @@ from tests.model_cases import narrow_model
 from tests.race_detector import RaceDetector
 
 MODELS = {
+    "resnet20": {"image": 17, "classes": 10},
     "alexnet": {"image": 67, "classes": 10},
     "resnet18": {"image": 33, "classes": 10},
     "googlenet": {"image": 65, "classes": 10},
@@ -141,7 +142,7 @@ class Step:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=() if name == "resnet18" else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "resnet20" else pytest.mark.slow)
         for name in MODELS
     ],
 )

@@ -51,28 +51,35 @@ def test_the_table_marks_the_best_and_says_what_is_short():
     assert "assumed" in text
 
 
-def test_a_network_that_only_answers_runs_in_strips_of_one_image():
+def text_and_data(folder, *arguments):
+    """What one command prints, and what it writes as JSON."""
+    text = done(*arguments, "--json", folder / "out.json")
+    return text, json.loads((folder / "out.json").read_text())
+
+
+def test_a_network_that_only_answers_runs_in_strips_of_one_image(tmp_path):
     asked = ("unet2d", "--device", "null", "--image", "64", "--inference")
-    data = data_of(*asked, "--policy", "planned", "--budget", "45MiB")
+    asked += ("--policy", "planned", "--budget", "45MiB")
+    text, data = text_and_data(tmp_path, *asked)
     assert data["inference"]
     assert data["batch"] == 1
     assert {t["along"] for t in data["splitting"]["tried"][1:]} == {"height"}
-    text = done(*asked, "--policy", "planned", "--budget", "1GiB")
     assert "inference" in text.splitlines()[0]
     assert "momentum" not in text
 
 
-def test_a_step_may_be_placed_in_mapped_memory():
+def test_a_step_may_be_placed_in_mapped_memory(tmp_path):
     asked = ("alexnet", "--batch", "64", "--policy", "lru", "--device", "p100")
     least = data_of(*asked, "--budget", "1GiB", "--min-budget")["min_budget_bytes"][
         "lru"
     ]
     asked += ("--budget", str(int(1.01 * least)), "--placement", "virtual")
-    placed = data_of(*asked)["placed"]
+    text, data = text_and_data(tmp_path, *asked)
+    placed = data["placed"]
     assert placed["mapped_chunks"] > 0
     assert placed["map_ms"] == pytest.approx(0.069 * placed["mapped_chunks"])
     assert placed["arena_bytes"] + placed["resident_bytes"] <= 1.01 * least
-    assert "lru in mapped memory (" in done(*asked)
+    assert "lru in mapped memory (" in text
 
 
 @pytest.mark.slow
@@ -95,14 +102,13 @@ def test_limits_by_bisection():
     assert data["min_budget_bytes"]["planned"] == data["minimum_bytes"]
 
 
-def test_a_budget_for_a_slowdown_and_no_curve():
+def test_a_budget_for_a_slowdown_and_no_curve(tmp_path):
     asked = ("lenet", *NULL, "--policy", "planned", "--slowdown", "1.05")
-    data = data_of(*asked)
+    text, data = text_and_data(tmp_path, *asked)
     kept = data["for_slowdown"]
     assert data["minimum_bytes"] <= kept["budget_bytes"]
     assert kept["predicted_slowdown"] <= kept["slowdown"] == 1.05
     assert not data["curve"]
-    text = done(*asked)
     assert "\nwithin a slowdown of 1.05: " in text
     assert f"({kept['budget_bytes']} bytes)" in text
 
@@ -137,9 +143,10 @@ def recording(tmp_path):
     return str(file)
 
 
-def test_recorded_convolutions_are_not_estimated(recording):
+def test_recorded_convolutions_are_not_estimated(recording, tmp_path):
     options = ("lenet", *NULL, "--policy", "keep_all", "--budget", "1GiB")
-    before, after = data_of(*options), data_of(*options, "--recording", recording)
+    before = data_of(*options)
+    text, after = text_and_data(tmp_path, *options, "--recording", recording)
     assert before["convolutions"] == {"measured": 0, "estimated": 5, "device": None}
     assert after["convolutions"] == {"measured": 2, "estimated": 3, "device": "null"}
     assert (before["costs"], after["costs"]) == ("estimated", "partly measured")
@@ -147,7 +154,6 @@ def test_recorded_convolutions_are_not_estimated(recording):
     assert after["figures"]["convolutions"].startswith("2 of 5 measured on null")
     gained = after["rows"][0]["unbounded_ms"] - before["rows"][0]["unbounded_ms"]
     assert gained == pytest.approx(2 * (8 * 0.4 + 0.1), abs=0.1)
-    text = done(*options, "--recording", recording)
     assert "2 of 5 convolutions measured" in text.splitlines()[0]
     assert "convolutions: 2 of 5 measured on null" in text
 
@@ -264,10 +270,8 @@ def test_a_largest_batch_is_an_answer_and_none_is_not():
 
 def test_help_says_how_the_command_ends():
     text = " ".join(done("--help").split())
-    assert (
-        f"Exit code: 0 if a technique fits, {ExitCode.NOTHING_FITS} if none does"
-        in text
-    )
+    ends = f"Exit code: 0 if a technique fits, {ExitCode.NOTHING_FITS} if none does"
+    assert ends in text
 
 
 def test_a_snapshot_is_within_the_budget(tmp_path):

@@ -3,14 +3,11 @@
 import ast
 import re
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-import mucudnn
-
-ROOT = Path(mucudnn.__file__).parent
+from tests.sources import ROOT, sources
 
 MAY_USE = {
     "load_balancing": set(),
@@ -36,17 +33,6 @@ class Import(NamedTuple):
     of: str
     names: tuple[str, ...]
     line: int
-
-
-@cache
-def sources():
-    """Module -> its syntax tree."""
-    found = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        name = ".".join(parts).removesuffix(".__init__")
-        found[name] = ast.parse(path.read_text(encoding="utf-8"))
-    return found
 
 
 @cache

@@ -120,7 +120,6 @@ def allocated(conv, problem, algo):
     workspace = np.zeros(nbytes + 64, np.uint8)
     workspace = workspace[-workspace.ctypes.data % 64 :][:nbytes]
     peaks = []
-    gc.freeze()  # a collection looks at none of the objects of other tests
     for accumulate in (False, True):
         conv.run(problem, algo, a, b, out, workspace, accumulate=accumulate)
         gc.collect()
@@ -128,13 +127,15 @@ def allocated(conv, problem, algo):
         conv.run(problem, algo, a, b, out, workspace, accumulate=accumulate)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    gc.unfreeze()
     return max(peaks)
 
 
-@pytest.mark.parametrize(("direction", "layout"), EVERY_WAY)
+@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("case", LARGE)
-def test_lives_inside_its_workspace(conv, case, direction, layout):
+def test_lives_inside_its_workspace(conv, case, direction):
+    """Each direction has half of the cases in each layout."""
+    number = [*LARGE].index(case) + [*Direction].index(direction)
+    layout = ("NCHW", "NHWC")[number % 2]
     problem = ConvProblem(direction=direction, layout=layout, **LARGE[case])
     assert [a for a, _ in conv.algorithms(problem)] == expected_algorithms(case)
     for algo in expected_algorithms(case):

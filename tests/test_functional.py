@@ -361,7 +361,6 @@ LARGE, HUGE = (6, 3, BIG + 9, BIG + 8), (4, 3, 2**60, 2**60)
 ONE = np.zeros((4, 6, 1, 1), np.float32)
 PADDED = forward(padding=BIG)
 MISUSES = r"""
-conv2d(X, W, padding=BIG) | OutOfMemoryError: takes .* \(.* bytes\), and .* are free
 conv2d([[1.0]], W) | TypeError: got list and ndarray
 conv2d(X, None) | TypeError: got ndarray and NoneType
 conv2d(X, W.astype("f8")) | ValueError: different data types, float32 and float64
@@ -391,7 +390,7 @@ conv2d(X, W, out=spread(Y[:1])) | ValueError: out must be densely packed
 conv2d(X, W, out=spread(Y)) | ValueError: out must be writable
 conv2d(X, W, accumulate="no") | TypeError: accumulate must be True or False, got 'no'
 conv2d(X, W, padding=10**9) | OutOfMemoryError: 2000000007, 2000000006\), takes .* PiB
-conv2d(X, W, padding=BIG) | OutOfMemoryError: the result, float32 .*, takes 349.2 TiB \(
+conv2d(X, W, padding=BIG) | OutOfMemoryError: the result.* takes 349.2 TiB \(.* are free
 conv2d(X, W, padding=2**62, stride=2**62) | ValueError: at most 2147483647, got 46116860
 conv2d(X, W, padding="same", dilation=2**40) | ValueError: padding must be at most 2147
 backward_data(ONE, W, HUGE, stride=2**70) | OutOfMemoryError: takes .* PiB

@@ -1,5 +1,7 @@
 """Weights and optimizer state that are at home on the host: nothing else changes."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -53,11 +55,16 @@ class Images:
             yield images, rng.integers(0, CLASSES, BATCH)
 
 
+@cache
+def without_budget():
+    """Return the history of training in all memory, and the bytes of its state."""
+    made = trainer()
+    return history(made), state_bytes(made.graph)
+
+
 def within(share, **options):
     """A budget that is a share of what parameters and state take alone."""
-    with_all = trainer()
-    nbytes = int(share * state_bytes(with_all.graph))
-    with_all.close()
+    nbytes = int(share * without_budget()[1])
     return MemoryBudget(nbytes=nbytes, convolutions="fixed", **options)
 
 
@@ -85,7 +92,7 @@ def test_training_and_evaluation_give_the_same_bits(scheduler, where, tmp_path):
     assert made.peak_bytes <= budget.nbytes < state_bytes(made.graph)
     if scheduler == "timed":
         assert schedule.live_across
-    assert history(made) == history(trainer())
+    assert history(made) == without_budget()[0]
 
 
 def test_accumulated_gradients_are_at_home_there_too():

@@ -144,8 +144,13 @@ def test_advice_holds_where_places_are_hard_to_find(data):
         assert all(CLAIM not in str(error) for error in errors[1:])
 
 
-@pytest.mark.parametrize("policy", ["keep_all", "superneurons", "paging", "vdnn_dyn"])
-@pytest.mark.parametrize("convolutions", ["dynamic", "fixed"])
+@pytest.mark.parametrize(
+    ("policy", "convolutions"),
+    [
+        *(("keep_all", "dynamic"), ("superneurons", "fixed")),
+        *(("paging", "dynamic"), ("vdnn_dyn", "fixed")),
+    ],
+)
 def test_networks_are_placed_within_the_advised_budget(policy, convolutions):
     graph = with_updates(training_graph(get_model("resnet20")(4)), Momentum())
     profile = estimate(graph, "p100")

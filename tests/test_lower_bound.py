@@ -107,7 +107,7 @@ def test_it_lies_between_compute_and_the_plan_and_falls_with_the_budget(model):
     assert bounds[-1] == pytest.approx(whole.prediction.step_ms, rel=1e-3)
 
 
-def test_a_plan_that_recomputes_most_of_a_deep_network_does_not_beat_it():
+def test_a_plan_that_recomputes_most_of_a_deep_network_does_not_beat_it(short_search):
     graph = with_updates(training_graph(get_model("resnet50")(256)), Momentum())
     free = StepRequest(graph, estimate(graph, "h200"))
     least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes

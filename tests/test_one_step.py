@@ -114,7 +114,7 @@ def check_refusal(tuner, spec, least, policy):
         assert made.placed.nbytes <= enough
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(steps(), st.floats(0, 1.2), st.sampled_from(QUICKLY_PLANNED))
 def test_a_trainer_runs_what_a_study_promises(spec, share, policy):
     with pytest.MonkeyPatch.context() as patch, tuner_of("null") as tuner:

@@ -1,7 +1,9 @@
 """Whole steps under a budget: named policies, the search, and the least budget."""
 
+import gc
 import itertools
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from mucudnn.ir.profile import Profile
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.planning.collection import gc_relaxed
 from mucudnn.passes.planning.plan_step import fastest_form, minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import (
@@ -288,3 +291,57 @@ def test_the_slowest_rank_decides_between_forms():
 
         found = fastest_form(range(len(forms)), lambda i: timed(*forms[i]), agree=agree)
         assert found == chosen
+
+
+# Collecting rarely: thresholds change within, and are what they were behind.
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_thresholds_are_raised_within_and_restored():
+    with gc_relaxed():
+        assert gc.get_threshold()[0] > 700
+        with gc_relaxed():
+            assert gc.get_threshold()[0] > 700
+        assert gc.get_threshold()[0] > 700
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+def test_an_error_restores_them_too():
+    with pytest.raises(ValueError, match="inside"), gc_relaxed():
+        raise ValueError("inside")
+    assert gc.get_threshold() == (700, 10, 10)
+    with gc_relaxed():
+        assert gc.get_threshold()[0] > 700
+
+
+@pytest.mark.parametrize("first", [0, 10_000_000])
+def test_what_is_off_or_rarer_stays(first):
+    gc.set_threshold(first, 5, 5)
+    with gc_relaxed():
+        assert gc.get_threshold() == (first, 5, 5)
+    assert gc.get_threshold() == (first, 5, 5)
+
+
+def test_threads_that_overlap_leave_what_was_there():
+    entered, leave = threading.Event(), threading.Event()
+
+    @gc_relaxed()
+    def other():
+        entered.set()
+        leave.wait(300)
+
+    with gc_relaxed():
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert entered.wait(300)
+    assert gc.get_threshold() == (700, 10, 10)
+    leave.set()
+    thread.join()
+    assert gc.get_threshold() == (700, 10, 10)

@@ -81,9 +81,7 @@ def agree(found, steps, state, close=CLOSE):
         pytest.param("unet", "planned", 1.25, marks=pytest.mark.slow),
     ],
 )
-def test_each_rank_keeps_its_own_budget(name, policy, times, alone, request):
-    if name != "plain":  # which is searched in full
-        request.getfixturevalue("short_search")
+def test_each_rank_keeps_its_own_budget(name, policy, times, alone, short_search):
     budgets = [int(times * least_bytes(name, n)) for n in SHARES]
     found, looks = together(
         name,

@@ -2,16 +2,14 @@
 
 import ast
 import json
-from pathlib import Path
+import sys
 
 import pytest
 
-import mucudnn
 from mucudnn import strategies
 from mucudnn.passes.registry import Strategies, name_of
 from tests.commands import python
-
-ROOT = Path(mucudnn.__file__).parent
+from tests.sources import sources
 
 TABLES = {
     ("mucudnn.strategies", "POLICIES", "names"): 14,
@@ -42,20 +40,17 @@ TABULAR = ("Strategies", "MappingProxyType")
 
 def table_literals():
     """Every module-level table of functions in the package: (module, name)."""
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        module = ".".join(part for part in parts if part != "__init__")
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, ast.AnnAssign) and node.value is not None:
-                targets = [node.target]
-            else:
-                continue
-            made = node.value
-            name = getattr(getattr(made, "func", None), "id", None)
-            if name in TABULAR:
-                yield module, targets[0].id
+    for module, tree in sources().items():
+        for node in tree.body:
+            match node:
+                case ast.Assign([target], ast.Call(ast.Name(made))):
+                    pass
+                case ast.AnnAssign(target, _, ast.Call(ast.Name(made))):
+                    pass
+                case _:
+                    continue
+            if made in TABULAR:
+                yield module, target.id
 
 
 EVERYTHING = """
@@ -65,29 +60,36 @@ for m in pkgutil.walk_packages(mucudnn.__path__, "mucudnn."):
     if not m.name.startswith(guests):
         importlib.import_module(m.name)
 """
+NAMES = """
+import importlib, json, os, sys
+import click, cloup, numpy, pulp, safetensors.numpy  # of each process; none is ours
+exec(sys.argv[2])
+sys.stdout.write("[")
+for number, (module, table, attribute) in enumerate(json.loads(sys.argv[1])):
+    sys.stdout.write(", " * (number > 0))
+    sys.stdout.flush()
+    if os.fork() == 0:
+        found = getattr(importlib.import_module(module), table)
+        names = getattr(found, attribute) if attribute else found
+        sys.stdout.write(json.dumps(sorted(names)))
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0
+sys.stdout.write("]")
+"""
 
 
-def names_in(keys, before=""):
-    """Names in tables, in a fresh process."""
-    code = before + "import importlib, json\nfound = []\n"
-    for module, table, attribute in keys:
-        code += f"t = importlib.import_module({module!r}).{table}\n"
-        names = f"getattr(t, {attribute!r})" if attribute else "t"
-        code += f"found.append(sorted({names}))\n"
-    code += "print(json.dumps(found))"
-    return json.loads(python("-c", code)[0])
+def names_in_tables(before=""):
+    """Names in every table, each in a process that has imported what `before` does."""
+    return json.loads(python("-c", NAMES, json.dumps([*TABLES]), before)[0])
 
 
-@pytest.fixture(scope="module")
-def whole():
-    return dict(zip(TABLES, names_in(TABLES, EVERYTHING), strict=True))
-
-
-@pytest.mark.parametrize("key", TABLES, ids=lambda key: f"{key[0]}.{key[1]}")
-def test_a_table_is_complete_when_its_module_is_the_first_to_be_imported(key, whole):
-    (names,) = names_in([key])
-    assert names == whole[key]
-    assert len(names) == (TABLES[key] or len(names)) > 0
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_a_table_is_complete_when_its_module_is_the_first_to_be_imported():
+    every = zip(TABLES, names_in_tables(), names_in_tables(EVERYTHING), strict=True)
+    for key, names, whole in every:
+        assert names == whole, key
+        assert len(names) == (TABLES[key] or len(names)) > 0, key
 
 
 def test_every_table_of_strategies_is_looked_at():
@@ -100,12 +102,12 @@ def test_every_table_of_strategies_is_looked_at():
 
 
 def test_no_strategy_of_the_package_registers_itself():
-    for path in ROOT.rglob("*.py"):
-        if path.name == "notebook.py":  # functions by type, of functools.singledispatch
+    for module, tree in sources().items():
+        if module == "mucudnn.notebook":  # by type, of functools.singledispatch
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             for decorator in getattr(node, "decorator_list", ()):
-                assert ".register" not in ast.unparse(decorator), path
+                assert ".register" not in ast.unparse(decorator), module
 
 
 @pytest.fixture

@@ -3,16 +3,18 @@
 import io
 import re
 from dataclasses import replace
+from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction, PerfTable
+from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.report.comparison import html_report
-from mucudnn.report.conv_charts import curve, timeline
-from mucudnn.report.svg import byte_scale, tag, time_scale
+from mucudnn.report.conv_charts import curve, drawn_front, timeline
+from mucudnn.report.svg import Frame, Label, byte_scale, labels, tag, time_scale
 from mucudnn.report.text import (
     Table,
     check_deepbench,
@@ -25,9 +27,11 @@ from mucudnn.report.text import (
     write_tables,
 )
 from mucudnn.runtime.tuning.tuner import Tuner
-from mucudnn.studies.convolutions import compare, in_directions
+from mucudnn.studies.convolutions import LayerResult, compare, in_directions
 from mucudnn.suites import Layer, load_suite, parse_problem
 from tests.commands import Terminal
+from tests.examples import examples
+from tests.tables import perf, perf_tables, problem
 
 KIB = 1 << 10
 
@@ -356,3 +360,108 @@ def test_a_narrow_terminal_leaves_out_columns_and_cuts_no_cell(
         assert (cell in terminal.getvalue()) == kept
     words = f"left out: {', '.join(left_out)};"
     assert (words in terminal.getvalue()) == bool(left_out)
+
+
+# The curve of the best division never rises with more workspace.
+
+
+def result(table):
+    return LayerResult(
+        name="conv",
+        count=1,
+        problem=table.problem,
+        table=table,
+        front=pareto_plans(table, 1 << 30),
+        outcomes=(),
+    )
+
+
+def heights(markup):
+    """The heights that the curve goes through, from little workspace to much."""
+    found = re.search(r'class="front" d="([^"]*)"', str(markup))
+    if found is None:
+        return []
+    path = found[1]
+    start = re.match(r"M[\d.]+ ([\d.]+)", path)[1]
+    return [float(start), *map(float, re.findall(r"V([\d.]+)", path))]
+
+
+def check(table):
+    layer = result(table)
+    colours = {row.algo: i for i, row in enumerate(table.perfs)}
+    drawn = drawn_front(layer.front)
+    assert all(a.workspace < b.workspace for a, b in pairwise(drawn))
+    assert all(a.time_ms > b.time_ms for a, b in pairwise(drawn))
+    for plan in layer.front:  # nothing faster is left out
+        assert any(
+            p.workspace <= plan.workspace and p.time_ms <= plan.time_ms for p in drawn
+        )
+    ys = heights(curve(layer, colours))
+    assert len(ys) == len(drawn)
+    assert all(b >= a for a, b in pairwise(ys))  # downwards on the page
+
+
+@given(perf_tables(max_batch=6, noisy=True, integers=False))
+@examples(100)
+def test_the_curve_falls_whatever_the_noise(table):
+    check(table)
+
+
+def test_a_shaky_plan_is_no_step_up():
+    """By time and noise the larger one is better, by time alone it is not."""
+    shaky = perf("SHAKY", 4, 1.0, 0, noise_ms=0.5)
+    steady = perf("STEADY", 4, 1.2, 8, noise_ms=0.0)
+    table = PerfTable(problem(4), (shaky, steady))
+    assert [p.time_ms for p in result(table).front] == pytest.approx([1.0, 1.2])
+    check(table)
+
+
+# Names beside marks: none is lost, none covers another, all are within the frame.
+
+
+FRAME = Frame(left=0.0, right=400.0, top=10.0, bottom=200.0)
+POINTS = st.tuples(st.floats(20, 380), st.floats(20, 190), st.sampled_from("abcdef"))
+
+
+@given(st.lists(POINTS, max_size=6))
+def test_names_are_apart(points):
+    wanted = [Label(x, y, name * 5) for x, y, name in points]
+    drawn = [ET.fromstring(one) for one in labels(wanted, FRAME)]
+    assert sorted(one.text for one in drawn) == sorted(one.text for one in wanted)
+    heights = [float(one.get("y")) for one in drawn]
+    assert all(FRAME.top <= y <= FRAME.bottom for y in heights)
+    spans = [_span(one) for one in drawn]
+    for i, (left, right) in enumerate(spans):
+        assert FRAME.left - 0.1 <= left
+        assert right <= FRAME.right + 0.1
+        for j in range(i):
+            apart = abs(heights[i] - heights[j]) >= 10.9
+            assert apart or spans[j][1] <= left + 0.1 or right <= spans[j][0] + 0.1
+
+
+def test_a_name_at_the_edge_goes_to_the_other_side_of_its_mark():
+    (one,) = labels([Label(395.0, 50.0, "GEMM")], FRAME)
+    assert ET.fromstring(one).get("class") == "label end"
+
+
+def _span(one):
+    x, width = float(one.get("x")), len(one.text) * 5.6
+    return (x - width, x) if one.get("class").endswith("end") else (x, x + width)
+
+
+@given(st.lists(POINTS, max_size=4, unique_by=lambda point: round(point[1] / 60)))
+def test_names_are_not_on_marks_where_there_is_room(points):
+    wanted = [Label(x, y - 6, name * 3, 6.0) for x, y, name in points]
+    marks = [(x, y) for x, y, _ in points]
+    for one in map(ET.fromstring, labels(wanted, FRAME, marks)):
+        left, right = _span(one)
+        base = float(one.get("y"))
+        for x, y in marks:
+            beside = right <= x - 5 or x + 5 <= left
+            assert beside or base + 2 <= y - 5 or y + 5 <= base - 8
+
+
+def test_a_name_that_would_lie_on_another_mark_moves():
+    wanted = [Label(100.0, 94.0, "FFT", 6.0)]
+    (one,) = labels(wanted, FRAME, [(100.0, 100.0), (112.0, 95.0)])
+    assert float(ET.fromstring(one).get("y")) == 87.0  # right above the other

@@ -242,31 +242,35 @@ def test_arrays_that_the_format_cannot_hold(tmp_path, values):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_missing_tensor(folder):
-    arrays = arrays_of(folder)
+def without_one(arrays):
     arrays.popitem()
-    forge(folder, arrays=arrays)
-    with pytest.raises(CheckpointError, match="another model: 1 are missing"):
-        resume(folder)
 
 
-def test_an_unknown_tensor(folder):
-    forge(folder, arrays=arrays_of(folder) | {"more": np.zeros(3)})
-    with pytest.raises(
-        CheckpointError, match=r"0 are missing \(\), 1 are unknown \(more\)"
-    ):
-        resume(folder)
+def largest_as(change):
+    def replace(arrays):
+        name = max(arrays, key=lambda name: arrays[name].size)
+        arrays[name] = change(arrays[name])
+
+    return replace
 
 
 @pytest.mark.parametrize(
-    "other", [lambda array: array[:1], lambda array: array.astype(np.float16)]
+    ("change", "message"),
+    [
+        (without_one, "another model: 1 are missing"),
+        (
+            lambda arrays: arrays.update(more=np.zeros(3)),
+            r"0 are missing \(\), 1 are unknown \(more\)",
+        ),
+        (largest_as(lambda array: array[:1]), "must be float32"),
+        (largest_as(lambda array: array.astype(np.float16)), "must be float32"),
+    ],
 )
-def test_a_tensor_of_another_shape_or_type(folder, other):
+def test_tensors_of_another_model_are_named(folder, change, message):
     arrays = arrays_of(folder)
-    name = max(arrays, key=lambda name: arrays[name].size)
-    arrays[name] = other(arrays[name])
+    change(arrays)
     forge(folder, arrays=arrays)
-    with pytest.raises(CheckpointError, match="must be float32"):
+    with pytest.raises(CheckpointError, match=message):
         resume(folder)
 
 

@@ -1,5 +1,7 @@
 """Places for lives that may be shortened: nothing overlaps, and cores are kept."""
 
+from functools import cache
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -100,6 +102,15 @@ def test_copies_back_begin_as_late_as_their_link_admits():
     assert earliest_ends(out, clock, 10.0) == {0: 5, 1: 6}
 
 
+@cache
+def step_of(model):
+    """Return a request without a budget, the least budget and the peak without one."""
+    graph = with_updates(training_graph(get_model(model)(8)), Momentum())
+    free = StepRequest(graph, estimate(graph, DEVICES["p100"]))
+    whole = plan_residency(free.within(float("inf")), {})
+    return free, minimum_budget(free), whole.peak_bytes
+
+
 @pytest.mark.parametrize("scheduler", ["timed", "adaptive_window", "on_demand"])
 @pytest.mark.parametrize(
     ("model", "share"),
@@ -108,15 +119,9 @@ def test_copies_back_begin_as_late_as_their_link_admits():
 def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(
     model, share, scheduler, short_search
 ):
-    forward = get_model(model)(8)
-    graph = with_updates(training_graph(forward), Momentum(learning_rate=0.1))
-    profile = estimate(graph, DEVICES["p100"])
-    least = minimum_budget(StepRequest(graph, profile))
-    whole = plan_residency(StepRequest(graph, profile, budget=float("inf")), {})
-    budget = least + int(share * (whole.peak_bytes - least))
-    request = StepRequest(
-        graph, profile, budget=budget, policy="planned", scheduler=scheduler
-    )
+    free, least, most = step_of(model)
+    budget = least + int(share * (most - least))
+    request = free.within(budget).scheduled(scheduler)
     residency = plan_step(request).residency
     for cut in _CUTS:  # as `place_step` looks for places
         less = request.within((1 - cut) * budget)

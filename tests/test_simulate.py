@@ -15,12 +15,34 @@ from mucudnn.ir.schedule import Alloc, Compute, Free, Schedule, SwapIn, SwapOut,
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.planning.request import StepRequest, plan_residency
-from mucudnn.passes.residency import Residency, saved_tensors
+from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.placement.fit_to_arena import (
+    fit_to_arena,
+    grow_workspaces,
+    shortest,
+    with_least_workspaces,
+)
+from mucudnn.passes.placement.layout import PlacedStep, lay_out
+from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.planning.plan_step import (
+    minimum_budget,
+    plan_of_least,
+    plan_step,
+    try_technique,
+    unbounded,
+)
+from mucudnn.passes.planning.request import (
+    StepRequest,
+    plan_residency,
+    schedule_residency,
+)
+from mucudnn.passes.residency import Residency, policy_names, saved_tensors
 from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.problem import profile_of, timed_by
 from mucudnn.passes.simulate import simulate
 from tests.examples import examples
 from tests.random_graphs import profiles, residencies, training_graphs
+from tests.schedule_oracle import verify
 
 
 def layers(count=6):
@@ -182,3 +204,82 @@ def test_links_without_end_leave_no_stall():
     plan = plan_residency(StepRequest(graph, fast, budget=least), residency)
     assert plan.prediction.out_bytes > 0
     assert plan.prediction.step_ms == pytest.approx(plan.prediction.compute_ms)
+
+
+# The time of a step from its intervals, against its simulated program.
+
+
+@st.composite
+def drafts(draw):
+    """Any residencies of any step, in a budget between the least and all it wants."""
+    graph = draw(training_graphs(updates=draw(st.booleans())))
+    residency = draw(residencies(graph))
+    free = StepRequest(
+        graph,
+        replace(
+            draw(profiles(graph)),
+            copy_share=draw(st.sampled_from([0, 0.3])),
+            copy_overhead_ms=draw(st.sampled_from([0, 0.2])),
+        ),
+        scheduler=draw(st.sampled_from(sorted(SCHEDULERS.table))),
+    )
+    least = free.rewritten(residency).least_peak()
+    budget = least + draw(st.sampled_from([0, 1024, 8192, 65536]))
+    return schedule_residency(free.within(budget), residency)
+
+
+@examples(120)
+@given(found=drafts())
+def test_it_is_what_the_simulated_program_takes_to_the_last_bit(found):
+    assert found.step_ms() == found.plan().prediction.step_ms
+
+
+@examples(150)
+@given(found=drafts(), share=st.floats(0, 1.5))
+def test_what_is_not_faster_is_given_up_and_what_is_faster_never(found, share):
+    whole = found.step_ms()
+    for below in (share * whole, whole, math.nextafter(whole, math.inf)):
+        assert found.step_ms(below) == (whole if whole < below else math.inf)
+
+
+# Whatever returns a step, its prediction and its peak are of the schedule it has.
+
+
+def found_by_all(data, graph, profile):
+    """One step of everything that returns one."""
+    policy = data.draw(st.sampled_from(policy_names()))
+    least = minimum_budget(StepRequest(graph, profile, policy=policy))
+    budget = least + data.draw(st.integers(0, 20)) * 1000
+    way = {"budget": budget, "policy": policy}
+    yield unbounded(graph, profile)
+    yield plan_of_least(StepRequest(graph, profile, policy=policy))
+    yield try_technique(
+        StepRequest(graph, profile, policy=policy, scheduler="timed", budget=budget)
+    ).plan
+    given_ones = data.draw(residencies(graph))
+    yield plan_residency(StepRequest(graph, profile, budget=float("inf")), given_ones)
+    yield place_step(StepRequest(graph, profile, **way)).plan
+    plan = plan_step(StepRequest(graph, profile, **way))
+    yield plan
+    yield shortest(plan)
+    bare = with_least_workspaces(plan)
+    yield bare
+    layout = lay_out(bare.schedule)
+    yield grow_workspaces(PlacedStep(bare, layout), layout.nbytes + 4096).plan
+    placed = fit_to_arena(plan, 2 * budget)
+    assert placed is not None
+    yield placed.plan
+
+
+@examples(30)
+@given(data=st.data())
+def test_predictions_are_of_the_schedule(data):
+    graph = data.draw(training_graphs(most=4, updates=data.draw(st.booleans())))
+    profile = data.draw(profiles(graph))
+    for plan in found_by_all(data, graph, profile):
+        schedule = plan.schedule
+        times = timed_by(profile_of(schedule.graph, profile), plan.plans)
+        assert plan.prediction == simulate(schedule, times)
+        assert verify(schedule, granularity=ALIGNMENT) == plan.peak_bytes
+        for name, chosen in plan.plans.items():
+            assert chosen.workspace <= schedule.workspaces.get(name, 0)

@@ -107,7 +107,7 @@ def windows(draw):
     )
 
 
-@examples(60)
+@examples(40)
 @given(data=st.data())
 def test_windows_of_every_kind(data):
     layers = data.draw(st.lists(windows(), min_size=1, max_size=3))

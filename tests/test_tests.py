@@ -24,12 +24,14 @@ def sources():
     }
 
 
-def functions(tree):
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-
-
 def tops(tree):
     return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def functions(tree):
+    """Functions of a module, and methods of its classes."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return [node for body in (tree, *classes) for node in tops(body)]
 
 
 def calls(node):
@@ -60,7 +62,7 @@ def claims(node):
 def known(module):
     """Functions that a module of the tests can call by their name, and where from."""
     found = {node.name: (module, node) for node in tops(sources()[module])}
-    for node in ast.walk(sources()[module]):
+    for node in sources()[module].body:
         match node:
             case ast.ImportFrom(module=str(of)) if of.startswith("tests."):
                 there = known(of.removeprefix("tests."))

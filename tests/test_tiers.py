@@ -27,7 +27,7 @@ from mucudnn.runtime.profiling.links import measured_tiers
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests.cupy_fake import StrictCupy
 from tests.swapping import Bench, same
-from tests.test_hosted_state import history, trainer, within
+from tests.test_hosted_state import history, trainer, within, without_budget
 
 pytestmark = pytest.mark.usefixtures("short_searches")
 
@@ -212,14 +212,9 @@ def three(tmp_path):
     return ["host=1100KiB", f"disk:{tmp_path}=1400KiB", "peer:1=1000KiB"]
 
 
-@pytest.fixture(scope="module")
-def kept():
-    return history(trainer())
-
-
 @needs_segments
 @pytest.mark.parametrize("policy", ["planned", "paging"])
-def test_a_step_with_three_tiers_gives_the_same_bits(policy, tmp_path, kept):
+def test_a_step_with_three_tiers_gives_the_same_bits(policy, tmp_path):
     budget = within(0.6, policy=policy, tiers=three(tmp_path))
     made = trainer(budget)
     placement = made.placed.plan.prediction.placement
@@ -231,7 +226,7 @@ def test_a_step_with_three_tiers_gives_the_same_bits(policy, tmp_path, kept):
         assert t.out_bytes_per_ms > 0
         assert t.in_bytes_per_ms > 0
     peers = [t for t in made._arena._tiers._tiers if isinstance(t, SharedSegment)]
-    assert history(made) == kept
+    assert history(made) == without_budget()[0]
     assert not any(peer.segment.exists() for peer in peers)
     assert list(tmp_path.iterdir()) == []
 

@@ -106,8 +106,7 @@ def test_both_forms_say_the_same(whole):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("killed_at", [1, 3, 6, 10])
-@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize(("killed_at", "every"), [(1, 2), (3, 5), (6, 2), (10, 5)])
 def test_a_run_that_is_killed_goes_on_without_double_lines(
     whole, tmp_path, suffix, killed_at, every
 ):

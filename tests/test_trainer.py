@@ -203,24 +203,24 @@ def test_evaluation_needs_its_graph():
 # -- evaluation ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 20, 24])
-def test_any_number_of_images_is_evaluated(count):
-    made = trainer()
+def test_any_number_of_images_is_evaluated_and_answered_and_changes_nothing():
+    made, one_by_one = trainer(), trainer(batch=1)
     take(made, 5)
-    found = made.evaluate(Epochs(count, BATCH, partial=True))
-    one_by_one = trainer(batch=1)
-    one_by_one.state.load(weights(made))
-    expected = one_by_one.evaluate(Epochs(count, 1))
-    assert (found.correct, found.labels) == (expected.correct, count)
-    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert found.accuracy == found.correct / count
-
-
-def test_evaluation_changes_nothing():
-    made = trainer()
-    take(made, 2)
     before = weights(made)
-    made.evaluate(Epochs(20, BATCH, partial=True))
+    one_by_one.state.load(before)
+    images, _ = examples(24)
+    for count in (0, 1, 7, 8, 9, 20, 24):
+        answers = made.predict(images[:count])
+        assert (answers.shape, answers.dtype) == ((count, 3), np.float32)
+        for image, answer in zip(images, answers, strict=False):
+            expected = one_by_one.predict(image[None])[0]
+            np.testing.assert_allclose(expected, answer, rtol=1e-4, atol=1e-5)
+    for count in (1, 7, 8, 9, 20, 24):
+        found = made.evaluate(Epochs(count, BATCH, partial=True))
+        expected = one_by_one.evaluate(Epochs(count, 1))
+        assert (found.correct, found.labels) == (expected.correct, count)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.accuracy == found.correct / count
     assert_same(before, weights(made))
 
 
@@ -262,15 +262,22 @@ class SwitchedOffError(Exception):
     """Stands for the machine's end."""
 
 
-def training(folder, *, epochs=3, stop_at=None, resume=False, every=None, **more):
-    """Train with checkpoints; switched off after a step."""
+def switched_off():
+    raise SwitchedOffError
+
+
+def training(
+    folder, *, epochs=3, stop_at=None, stop=switched_off, resume=False, **more
+):
+    """Train with checkpoints; something stops it after a step."""
     checkpoints = Checkpoints(folder)
     last = checkpoints.load() if resume else None
+    every = more.pop("every", None)
     made = trainer(options={"dropout": 0.2}, **more)
 
     def progress(at, report):
         if at.steps == stop_at and report is None:
-            raise SwitchedOffError
+            stop()
 
     reports = fit(
         made,
@@ -322,26 +329,11 @@ def test_a_finished_training_can_be_continued(tmp_path, whole):
 
 def test_ctrl_c_leaves_after_the_step_with_a_checkpoint(tmp_path, whole):
     expected, figures = whole
-    made = trainer(options={"dropout": 0.2})
-    checkpoints = Checkpoints(tmp_path / "parts")
-
-    def interrupt(at, report):
-        if at.steps == 7:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        fit(
-            made,
-            Epochs(40, BATCH),
-            Epochs(10, BATCH, partial=True),
-            epochs=3,
-            checkpoints=checkpoints,
-            words={"model": "small"},
-            progress=interrupt,
-        )
+        training(tmp_path, stop_at=7, stop=lambda: signal.raise_signal(signal.SIGINT))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert checkpoints.load().step == 7
-    resumed, found = training(tmp_path / "parts", resume=True)
+    assert Checkpoints(tmp_path).load().step == 7
+    resumed, found = training(tmp_path, resume=True)
     assert found == figures
     assert_same(weights(resumed), expected)
 
@@ -413,24 +405,6 @@ def test_no_batch_at_all():
 
 
 # -- answers ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 24])
-def test_any_number_of_images_is_answered(count):
-    made = trainer()
-    take(made, 3)
-    before = weights(made)
-    images, _ = examples(24)
-    found = made.predict(images[:count])
-    assert found.shape == (count, 3)
-    assert found.dtype == np.float32
-    one_by_one = trainer(batch=1)
-    one_by_one.state.load(before)
-    for image, answer in zip(images, found, strict=False):
-        np.testing.assert_allclose(
-            one_by_one.predict(image[None])[0], answer, rtol=1e-4, atol=1e-5
-        )
-    assert_same(before, weights(made))
 
 
 def test_answers_are_what_is_evaluated():

@@ -1,9 +1,7 @@
 """Nodes say what they are: our own by one table, those of others by themselves."""
 
 import ast
-from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,25 +35,24 @@ from tests.mirror_cases import cases, compute
 from tests.numpy_runner import execute
 from tests.random_graphs import feeds, foreign, profiles, residencies, training_graphs
 from tests.schedule_oracle import verify
-
-ROOT = Path(mucudnn.__file__).parent
+from tests.sources import sources
 
 BY_NAME = {
-    "passes/estimate.py": {"conv", "matmul"},  # their arithmetic
-    "passes/graph/precision.py": {
+    "passes.estimate": {"conv", "matmul"},  # their arithmetic
+    "passes.graph.precision": {
         "conv",
         "cast",
         "to_channels_last",
     },  # its problem's data type
     # Those that copies make needless, and what turns gradients back for an update.
-    "passes/graph/updates.py": {"cast", "to_channels_first"},
+    "passes.graph.updates": {"cast", "to_channels_first"},
     # its attributes
-    "passes/graph/autodiff.py": {"RULES"},  # the derivative of each
+    "passes.graph.autodiff": {"RULES"},  # the derivative of each
     # Whose gradients are timed as well; a parameter that is cast is one still.
-    "passes/graph/layouts.py": {"RULES", "cast"},
-    "ir/operations.py": {"OPERATIONS"},
-    "ir/channels_last.py": {"OPERATIONS"},
-    "ir/layers.py": {"dropout"},  # each has another seed
+    "passes.graph.layouts": {"RULES", "cast"},
+    "ir.operations": {"OPERATIONS"},
+    "ir.channels_last": {"OPERATIONS"},
+    "ir.layers": {"dropout"},  # each has another seed
 }
 """Where the meaning of one operation is needed, not what kind of operation it is."""
 
@@ -98,12 +95,12 @@ def compared(tree):
 
 
 def test_no_pass_knows_operations_by_name():
-    found = defaultdict(set)
-    for room in ("ir", "passes"):
-        for path in sorted((ROOT / room).rglob("*.py")):
-            if names := set(compared(ast.parse(path.read_text()))):
-                found[path.relative_to(ROOT).as_posix()] = names
-    assert found == BY_NAME
+    found = {
+        module.removeprefix("mucudnn."): set(compared(tree))
+        for module, tree in sources().items()
+        if f"{module}.".startswith(("mucudnn.ir.", "mucudnn.passes."))
+    }
+    assert {module: names for module, names in found.items() if names} == BY_NAME
 
 
 def test_the_table_has_every_operation_that_is_computed():

@@ -22,7 +22,6 @@ from tests.torch_programs import (
     Training,
     convolutional,
     images,
-    nothing,
     perceptron,
     sgd,
     trained,
