@@ -220,6 +220,7 @@ def test_a_step_in_parts_leaves_to_a_file(tmp_path):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:saved tensors of")
 @needs_segments
 def test_a_compiled_model_leaves_to_tiers_with_two_passes_under_way(tmp_path, plans):
     model, loss_fn, (x, y) = build("conv")
