@@ -776,10 +776,10 @@ class TrainStep:
         if others and missing:
             self._warn(
                 "not updated",
-                f"steps do not update {missing} parameters of the model, as in eager "
-                f"mode: the optimizer has {others} that are not in the model, which "
-                "replaced them, as load_state_dict(assign=True) does; create a new "
-                "optimizer and a new step",
+                f"steps do not update {missing} parameters of the model, nor would a "
+                f"loop of PyTorch: the optimizer has {others} that are not in the "
+                "model, which replaced them, as load_state_dict(assign=True) does; "
+                "create a new optimizer and a new step",
             )
 
     def _together(self, batch: Batch) -> AbstractContextManager[None]:
