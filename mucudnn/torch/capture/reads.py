@@ -1247,8 +1247,11 @@ def _is_unseen(value: Any) -> bool:
     """Return whether a class, module or function is of a package not looked into."""
     module = value if isinstance(value, types.ModuleType) else None
     name = module.__name__ if module else getattr(value, "__module__", None)
-    if isinstance(value, type) and (name or "").startswith("torch."):
-        return _UNSEEN_OF_TORCH.match(name or "") is not None
+    if isinstance(value, type):
+        if _is_of_other_module(value):
+            return False
+        if (name or "").startswith("torch."):
+            return _UNSEEN_OF_TORCH.match(name or "") is not None
     package = (name or "").partition(".")[0]
     return package in _UNSEEN_MODULES or package in torch_packages()
 
@@ -1271,7 +1274,19 @@ def _is_library(cls: type) -> bool:
     file = getattr(module, "__file__", None)
     if cls.__module__ == "__main__" or file is None:
         return cls.__module__ in sys.builtin_module_names
-    return is_library_file(file)
+    return is_library_file(file) and not _is_of_other_module(cls)
+
+
+def _is_of_other_module(cls: type) -> bool:
+    """Return whether a class is not of its module, by its name and its functions.
+
+    What `types.new_class` and `abc.ABCMeta` make says that it is of their module.
+    """
+    module = sys.modules.get(cls.__module__)
+    if module is None or cls.__qualname__.partition(".")[0] in vars(module):
+        return False
+    codes = (getattr(value, "__code__", None) for value in vars(cls).values())
+    return not any(is_library_file(code.co_filename) for code in codes if code)
 
 
 def _is_python_class(kind: type) -> bool:
