@@ -167,7 +167,8 @@ class_made_by_a_function_of_python
     | held = types.new_class("Held", (), {}, lambda names: names.update(zoom=1.0))
     | out * held.zoom | held.zoom = 3.0
 class_made_by_a_metaclass
-    | held = abc.ABCMeta("Held", (), {"zoom": 1.0}) | out * held().zoom | held.zoom = 3.0
+    | held = abc.ABCMeta("Held", (), {"zoom": 1.0}) | out * held().zoom
+    | held.zoom = 3.0
 class_registered_as_another
     | wanted = abstract(); one = Plain()
     | out * (3 if isinstance(one, wanted) else 1) | wanted.register(Plain)
