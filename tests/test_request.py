@@ -97,7 +97,8 @@ def test_only_what_is_asked_counts_for_equality(lenet):
 
 def test_a_graph_is_rewritten_once_for_all_budgets(lenet):
     found = lenet.rewritten({})
-    assert lenet.within(9).scheduled("on_demand").rewritten({}) is found
+    other = lenet.within(9).scheduled("on_demand").rewritten({})
+    assert other.graph is found.graph
     assert lenet.hosting(lenet.persistent).rewritten({}).away == lenet.persistent
     assert lenet.rewritten({}).away == frozenset()
 

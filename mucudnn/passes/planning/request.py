@@ -619,6 +619,7 @@ class UnsimulatedPlan:
         plans: Plan of each convolution node.
         intervals: Residency intervals of storages.
         occupancy: Memory ledger, workspaces included.
+        known_ms: The predicted time, if it is known.
     """
 
     request: StepRequest
@@ -627,9 +628,12 @@ class UnsimulatedPlan:
     plans: Mapping[str, ConvPlan]
     intervals: Sequence[ResidencyInterval]
     occupancy: MemoryLedger
+    known_ms: float | None = None
 
     def step_ms(self, below: float = math.inf) -> float:
         """Return the predicted time, or infinity if it is not below a limit."""
+        if self.known_ms is not None:
+            return self.known_ms if self.known_ms < below else math.inf
         ready = self.ready
         return step_ms(ready.graph, ready.profile, self.intervals, self.plans, below)
 
@@ -713,7 +717,7 @@ def _with_later_copies(
         if step_ms >= best_ms:
             break
         best, best_ms = found, step_ms
-    return best
+    return replace(best, known_ms=best_ms)
 
 
 def plan_residency(

@@ -10,6 +10,7 @@ for late copies.
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import NamedTuple
 
 from mucudnn.errors import PlanningError
@@ -285,7 +286,10 @@ class MemoryLedger:
 
     def copy(self) -> "MemoryLedger":
         """Return a ledger of the same bytes."""
-        return MemoryLedger([self[at] for at in range(len(self))], self.budget)
+        found = copy(self)
+        found._bytes = [*self._bytes]
+        found._most, found._everywhere = [*self._most], [*self._everywhere]
+        return found
 
     def add(self, start: int, stop: int, nbytes: int) -> None:
         """Add `nbytes` at every position from `start` to `stop` (inclusive)."""
