@@ -541,8 +541,14 @@ def _flops(lowered: Lowered, node: Node) -> float:
         return 0.0
     here = torch.device("meta")
     meta = [replace(lowered.layouts[n], device=here).empty() for n in node.inputs]
-    # Numbers that follow from data change no count.
-    given = [call.args, dict(call.kwargs)]
-    args, kwargs = evaluated(pytree.tree_map_only(Number, lambda _: 1, given), meta)
+
+    def value_of(number: Number) -> Any:
+        try:
+            return evaluated(number, meta)
+        except RuntimeError:  # it follows from data, and changes no count
+            return 1
+
+    given = pytree.tree_map_only(Number, value_of, [call.args, dict(call.kwargs)])
+    args, kwargs = evaluated(given, meta)
     out = call.function(*args, **kwargs)
     return float(count(*args, **kwargs, out_val=out))
