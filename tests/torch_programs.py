@@ -241,6 +241,21 @@ class Report:
         return len({id(plan) for plan in self.plans if plan is not None})
 
 
+MODULES = """
+def build():
+    def read(s, out):
+        {result}
+    m = Reading(read, {attributes})
+    def change():
+        {change}
+    return trained(m, {optimizer}change=change)
+"""
+"""Of a module `m` that does something with its network's output.
+
+A row has the module's attributes, the module's result, and a change of the module.
+"""
+
+
 # --- running a program both ways
 
 

@@ -15,24 +15,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.torch_programs import Programs, Reading, Training, perceptron, trained
+from tests.torch_programs import (
+    MODULES,
+    Programs,
+    Reading,
+    Training,
+    perceptron,
+    trained,
+)
 
 PROGRAMS = Programs()
 
 
-READS = """
-def build():
-    def read(s, out):
-        {result}
-    m = Reading(read, {attributes})
-    def change():
-        {change}
-    return trained(m, change=change)
-"""
-"""Of a module `m` that does something with its network's output.
-
-A row has the module's attributes, the module's result, and a change of the module.
-"""
+READS = MODULES.replace("{optimizer}", "")
 
 COLUMNS = "attributes result change"
 reads = PROGRAMS.table(globals(), READS, COLUMNS)

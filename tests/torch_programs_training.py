@@ -17,6 +17,7 @@ from torch.utils import checkpoint
 
 from tests.torch_own_updates import CountingInState
 from tests.torch_programs import (
+    MODULES,
     Programs,
     Reading,
     Training,
@@ -615,15 +616,7 @@ def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
 
 
-READS = """
-def build():
-    def read(s, out):
-        {result}
-    m = Reading(read, {attributes})
-    def change():
-        {change}
-    return trained(m, optimizer=sgd(m), change=change)
-"""
+READS = MODULES.replace("{optimizer}", "optimizer=sgd(m), ")
 
 PROGRAMS.table(globals(), READS, "attributes result change")("""
 parameter_attribute_is_read

@@ -37,7 +37,7 @@ _COPIES = 64
 
 
 class ColdBench:
-    """Times kernels and copies in memory of its own, which every call uses anew.
+    """A benchmark of kernels and copies in one buffer that each measurement reuses.
 
     Args:
         nbytes: Bytes of operands, workspace and evicting buffer together.
