@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import copy
 import functools
+import gc
 import itertools
 import math
 import operator
@@ -561,6 +562,26 @@ def a_function_runs_beside_one_that_counts():
         return counted(helper(entropy(out, y)))
 
     return loss_fn, lambda: STACK.append(3.0)
+
+
+def told_of_collections(phase: str, info: dict[str, int]) -> None:
+    CONTEXT.set(time.perf_counter())
+
+
+@functools.partial(PROGRAMS, is_planned=True)
+def a_collector_with_a_callback_runs_at_any_time() -> Training:
+    FLAGS["counts"] = False
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(told_of_collections)
+    gc.set_threshold(20)
+
+    def undo() -> None:
+        gc.callbacks.remove(told_of_collections)
+        gc.set_threshold(*thresholds)
+
+    return trained(
+        nn.Linear(6, 4), loss_fn=lambda out, y: counted(entropy(out, y)), undo=undo
+    )
 
 
 @planned

@@ -39,6 +39,7 @@ import enum
 import functools
 import gc
 import importlib.util
+import inspect
 import logging
 import operator
 import os
@@ -932,6 +933,8 @@ class ReadRecorder:
         code = frame.f_code
         if event != "call" or id(code) in self._ran or self.is_computing:
             return
+        if _is_beside_step(frame):
+            return
         self._ran.add(id(code))
         self._alive.append(code)  # so that no other code gets its identity
         functions = self._waiting.pop(id(code), [])
@@ -943,6 +946,10 @@ class ReadRecorder:
                 for f in gc.get_referrers(code)
                 if isinstance(f, types.FunctionType) and f.__code__ is code
             ]
+            if not functions and code.co_flags & inspect.CO_OPTIMIZED:
+                # `gc.freeze` hides objects from `gc.get_referrers`.
+                where = line_of_function(code)
+                self._may_run_once(f"it reaches {code.co_qualname}() unseen{where}")
         before, self._paused = self._paused, True
         try:
             for function in functions:
@@ -1254,6 +1261,19 @@ def _is_unseen(value: Any) -> bool:
             return _UNSEEN_OF_TORCH.match(name or "") is not None
     package = (name or "").partition(".")[0]
     return package in _UNSEEN_MODULES or package in torch_packages()
+
+
+def _is_beside_step(frame: types.FrameType | None) -> bool:
+    """Return whether the garbage collector or a logger calls a function.
+
+    Collections begin at any allocation, and PyTorch logs what it traces: what is called
+    then is no part of the step.
+    """
+    callers = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    callers.add(logging.Logger.callHandlers.__code__)
+    while frame is not None and frame.f_code not in callers:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_of_library(frame: types.FrameType) -> bool:
