@@ -17,7 +17,10 @@ that is faster, or where nothing else fits.
 optimum, and which of them do shows only after some changes. So the changes that are
 tried are divided into rounds: several plans get a few of them, and the fastest of these
 plans get more. Plans that are much slower than the fastest one get none: in none of the
-networks that were tried did one of them become the fastest.
+networks that were tried did one of them become the fastest. The exception are starts
+that page nearly everything (`paged_family`). They are slow, since copies fill the time,
+but leave convolutions the most memory, and plans of tight budgets come from them. So
+they are compared with each other only, until the end.
 """
 
 import itertools
@@ -45,6 +48,7 @@ from mucudnn.passes.residency.candidates import (
     blockwise,
     by_cost,
     initial_residencies,
+    paged_family,
     policy_residencies,
     recomputed_family,
 )
@@ -155,22 +159,24 @@ def _search_locally(
         starts += itertools.islice(others, _WORK // nodes)
     changes = list(changes_of(request.graph, candidates))
     most = rounds[0][0] // (2 if rounded else 1)
-    first, climbs = (
+    family = [] if rounded else paged_family(by_cost(candidates))
+    first, climbs, paged = (
         [
             Climb(request.scheduled(scheduler), changes, residency)
             for scheduler, residency in _fastest(request, tried, count)
         ]
-        for tried, count in ((rounded, 1), (starts, most))
+        for tried, count in ((rounded, 1), (starts, most), (family, len(family)))
     )
     fewer = min(1.0, _NODES / nodes)
     factor = _SLOWER_START
     for plans, trials in rounds:
-        limit = factor * min(climb.step_ms for climb in first + climbs)
+        limit = factor * min(climb.step_ms for climb in first + climbs + paged)
         climbs = [climb for climb in climbs[:plans] if climb.step_ms <= limit]
-        for climb in first + climbs:
+        paged = paged[:plans]
+        for climb in first + climbs + paged:
             climb.run(max(_LEAST_TRIALS, int(fewer * trials)))
-        climbs, factor = _distinct(climbs), _SLOWER
-        fastest = min(first + climbs, key=lambda climb: climb.step_ms)
+        climbs, paged, factor = _distinct(climbs), _distinct(paged), _SLOWER
+        fastest = min(first + climbs + paged, key=lambda climb: climb.step_ms)
         if fastest.step_ms <= _NEAR * bound.step_ms:
             break
     best.take_over(fastest.state)

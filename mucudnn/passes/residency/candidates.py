@@ -259,6 +259,31 @@ def recomputed_family(
         yield recompute_first(candidates, count, mode)
 
 
+def paged_family(candidates: Sequence[Candidate]) -> list[Mapping[str, Residency]]:
+    """Return residencies that page all but the first candidates, which are recomputed.
+
+    They need little memory at every node, so convolutions get fast algorithms early in
+    a search.
+
+    Args:
+        candidates: The saved tensors, those first to be recomputed first.
+    """
+    return [
+        {EVERYTHING: Residency.PAGE, PERSISTENTS: Residency.PAGE}
+        | {c.saved.name: Residency.PAGE for c in candidates}
+        | {c.saved.name: mode for c in candidates[: int(share * len(candidates))]}
+        for share, mode in _PAGED_SHARES
+    ]
+
+
+_PAGED_SHARES = (
+    (0.25, Residency.RECOMPUTE_EACH),
+    (0.25, Residency.RECOMPUTE),
+    (0.125, Residency.RECOMPUTE_EACH),
+)
+"""Shares of the candidates that starts with much paging recompute, and how."""
+
+
 _MEMBERS = 8
 """Members of the family for one way to recompute, about."""
 
