@@ -9,6 +9,8 @@ from click.testing import CliRunner
 from mucudnn.cli import main
 from mucudnn.cli.app import ExitCode
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 NINES = "9" * 400
 ODD = [
     *(NINES, f"-{NINES}", "9" * 5000, "1e400", "-1e400", "nan", "inf", "-inf"),

@@ -23,6 +23,8 @@ QUICK = (
 )
 NULL = ("--backend", "null", "--cache", "none")
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):

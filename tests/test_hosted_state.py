@@ -18,6 +18,8 @@ from tests.training_cases import tuner_of
 
 BATCH, SIDE, WIDTH, CLASSES = 4, 8, 256, 3
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 def network(*, training=True):
     """Wide dense layers: nearly all of it is parameters and their state."""
