@@ -27,6 +27,15 @@ def pytest_configure() -> None:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave tests of PyTorch alone where none runs: each worker would compile them."""
+    if "not torch" not in config.option.markexpr or collection_path.is_dir():
+        return None
+    text = collection_path.read_text("utf-8")
+    needs = '\ntorch = pytest.importorskip("torch")\n' in text
+    return True if needs and "\npytestmark = " in text else None
+
+
 def pytest_collection_finish() -> None:
     """Collections of garbage pass over the tests themselves: a third of a second."""
     gc.freeze()
