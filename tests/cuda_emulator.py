@@ -46,7 +46,7 @@ def compiled(source, kernels, options):
     if not built.exists():
         _BUILT.mkdir(parents=True, exist_ok=True)
         own = built.with_suffix(f".{os.getpid()}")
-        command = [COMPILER, "-shared", "-fPIC", *options, "-O1", "-w", "-x", "c++"]
+        command = [COMPILER, "-shared", "-fPIC", *options, "-O0", "-w", "-x", "c++"]
         subprocess.run([*command, "-", "-o", own], input=text, text=True, check=True)
         own.replace(built)
     return ctypes.CDLL(str(built))
