@@ -387,7 +387,7 @@ def test_a_child_forked_while_another_thread_captures(monkeypatch):
         start = time.monotonic()
         with pytest.raises(BackendError, match="was forked while another thread"):
             plans()
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 15  # the other thread captures for 30
 
     for patience, act in (5, plans), (0.05, refuses):
         monkeypatch.setattr("mucudnn.torch.capture.exclusive._FORK_S", patience)
