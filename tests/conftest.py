@@ -1,5 +1,6 @@
 import gc
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -20,11 +21,11 @@ register_profiles()
 
 def pytest_configure() -> None:
     """Keep `tmp_path` in memory: a cache file waits seven times for a disk."""
-    memory, needed = Path("/dev/shm"), 1 << 30
-    if memory.is_dir() and os.access(memory, os.W_OK):
-        found = os.statvfs(memory)
-        if found.f_bavail * found.f_frsize > needed and not found.f_flag & os.ST_NOEXEC:
-            os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
+    memory = "/dev/shm"
+    if not os.access(memory, os.W_OK) or os.statvfs(memory).f_flag & os.ST_NOEXEC:
+        return
+    if shutil.disk_usage(memory).free > 1 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -37,41 +38,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """Collections of garbage are rarer, and pass over the tests themselves.
-
-    They would take a tenth of the time of all tests.
-    """
+    """Collections of garbage pass over the tests themselves, and are rarer."""
     gc.freeze()
     gc.set_threshold(10_000)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test, and no process that one starts, touches the user's own cache."""
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test, and no process that one starts, touches the user's own cache.
+
+    A command that a busy machine is slow at writes nothing of that it would not. Before
+    every sample on the CPU a profile would write as much as a cache holds, for ten
+    times as long as all else of a trainer with a roomy budget takes.
+    """
     folder = str(tmp_path_factory.mktemp("users-cache"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         if sys.platform == "darwin":
             patch.setenv("HOME", folder)
         patch.delenv("MUCUDNN_DATABASE", raising=False)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_lines_of_waiting() -> Iterator[None]:
-    """A command that a busy machine is slow at writes nothing of that it would not."""
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "_EVERY_S", 3600.0)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def little_memory_to_measure_in() -> Iterator[None]:
-    """Before every sample on the CPU a profile writes as much as a cache holds.
-
-    That takes ten times as long as all else of a trainer with a roomy budget.
-    """
-    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "EVICTING_BYTES", 1 << 20)
         patch.setattr(links, "LINK_BYTES", 4 << 20)
         patch.setattr(links.ColdBench.link, "__defaults__", (4 << 20,))
