@@ -1,8 +1,10 @@
+import ast
 import gc
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -19,6 +21,23 @@ register_profiles()
 def pytest_collection_finish() -> None:
     """Collections of garbage pass over the tests themselves: a third of a second."""
     gc.freeze()
+
+
+class WithoutTorch(pytest.Module):
+    """A file that imports PyTorch, where PyTorch is not installed."""
+
+    def collect(self):
+        pytest.skip("needs PyTorch", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    if find_spec("torch") is None:
+        top = ast.parse(module_path.read_text("utf-8")).body
+        modules = {n.module for n in top if isinstance(n, ast.ImportFrom)}
+        modules |= {a.name for n in top if isinstance(n, ast.Import) for a in n.names}
+        if modules & {"torch", "torch.nn", "tests.torch_marks"}:
+            return WithoutTorch.from_parent(parent, path=module_path)
+    return None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,15 +5,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+import mucudnn.torch as mt
 from mucudnn.errors import PlanningError
-
-torch = pytest.importorskip("torch")
-
-import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
-from tests.torch_backends import WithLoss, check_against_eager  # noqa: E402
-from tests.torch_marks import COMPILED  # noqa: E402
-from tests.torch_steps import build, real_peak  # noqa: E402
+from tests.torch_backends import WithLoss, check_against_eager
+from tests.torch_marks import COMPILED
+from tests.torch_steps import build, real_peak
 
 pytestmark = COMPILED
 

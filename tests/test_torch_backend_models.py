@@ -1,22 +1,15 @@
 """What models may do under `torch.compile` within a budget: eager's bits in all."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint  # noqa: F401  (in a row)
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-from torch.nn import functional  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402, F401  (in a row)
-
-import mucudnn.torch as mt  # noqa: E402
-from tests.torch_backends import (  # noqa: E402
-    WithLoss,
-    backwards,
-    check_against_eager,
-    one_backward,
-)
-from tests.torch_marks import COMPILED  # noqa: E402
-from tests.torch_programs import rows_of  # noqa: E402
+import mucudnn.torch as mt
+from tests.torch_backends import WithLoss, backwards, check_against_eager, one_backward
+from tests.torch_marks import COMPILED
+from tests.torch_programs import rows_of
 
 pytestmark = COMPILED
 

@@ -1,15 +1,13 @@
 """What a compiled graph returns is the caller's, to be changed in place."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import PlanningError  # noqa: E402
-from tests.torch_marks import COMPILED  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import PlanningError
+from tests.torch_marks import COMPILED
 
 pytestmark = COMPILED
 

@@ -12,26 +12,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
-from mucudnn.torch.costs.measure import measured  # noqa: E402
-from mucudnn.torch.execution import copies  # noqa: E402
-from mucudnn.torch.execution.bound_step import Half  # noqa: E402
-from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
-from tests.torch_backends import (  # noqa: E402
-    WithLoss,
-    differing,
-    observed,
-    one_backward,
-)
-from tests.torch_marks import COMPILED  # noqa: E402
-from tests.torch_steps import build  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.torch.costs.measure import measured
+from mucudnn.torch.execution import copies
+from mucudnn.torch.execution.bound_step import Half
+from mucudnn.torch.plan_program import PlanOptions
+from tests.torch_backends import WithLoss, differing, observed, one_backward
+from tests.torch_marks import COMPILED
+from tests.torch_steps import build
 
 pytestmark = COMPILED
 

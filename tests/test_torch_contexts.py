@@ -7,22 +7,19 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import mucudnn
+import mucudnn.torch as mt
 from mucudnn import AlgoPerf, ConvPlan, ConvProblem, Tuner
 from mucudnn.errors import BackendError, PlanningError
 from mucudnn.ir.conv import Direction
 from mucudnn.runtime.tuning.timing import Timing
-
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional  # noqa: E402  (where there is PyTorch)
-from torch.overrides import TorchFunctionMode  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch.conv import kernels as conv_calls  # noqa: E402
-from mucudnn.torch.conv.backend import TORCH  # noqa: E402
-from tests.torch_calls import (  # noqa: E402
+from mucudnn.torch.conv import kernels as conv_calls
+from mucudnn.torch.conv.backend import TORCH
+from tests.torch_calls import (
     ONCE,
     conv,
     conv_transpose,
@@ -32,7 +29,7 @@ from tests.torch_calls import (  # noqa: E402
     tuner,
     without_torch,
 )
-from tests.torch_marks import CONVOLUTIONS  # noqa: E402
+from tests.torch_marks import CONVOLUTIONS
 
 pytestmark = CONVOLUTIONS
 

@@ -6,20 +6,13 @@ import threading
 import warnings
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from tests.torch_calls import (  # noqa: E402
-    Residual,
-    conv,
-    operands,
-    tuner,
-)
-from tests.torch_marks import CONVOLUTIONS  # noqa: E402
+import mucudnn.torch as mt
+from tests.torch_calls import Residual, conv, operands, tuner
+from tests.torch_marks import CONVOLUTIONS
 
 pytestmark = CONVOLUTIONS
 

@@ -1,23 +1,15 @@
 """What a step needs whose optimizer updates eagerly, without running it."""
 
 import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional
 
+import mucudnn.torch as mt
 from mucudnn.errors import PlanningError, UnsupportedError
-
-torch = pytest.importorskip("torch")
-
-from torch import nn, optim  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.studies.memory import study_memory  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_own_updates import (  # noqa: E402
-    OPTIMIZERS,
-    Remembering,
-    built,
-    step_within,
-)
+from mucudnn.studies.memory import study_memory
+from tests.torch_marks import STEPS_RUN
+from tests.torch_own_updates import OPTIMIZERS, Remembering, built, step_within
 
 pytestmark = STEPS_RUN
 

@@ -1,16 +1,13 @@
 """Optimizers whose updates cannot be recorded make them themselves, within a budget."""
 
 import pytest
+import torch
+from torch import optim
 
 from mucudnn.errors import PlanningError, UnsupportedError
-
-torch = pytest.importorskip("torch")
-
-from torch import optim  # noqa: E402
-
-from mucudnn.torch.optimizer_update import state_bytes  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_own_updates import (  # noqa: E402
+from mucudnn.torch.optimizer_update import state_bytes
+from tests.torch_marks import STEPS_RUN
+from tests.torch_own_updates import (
     CLOSURES,
     OPTIMIZERS,
     STEPS,
@@ -19,7 +16,7 @@ from tests.torch_own_updates import (  # noqa: E402
     eager,
     step_within,
 )
-from tests.torch_steps import real_peak  # noqa: E402
+from tests.torch_steps import real_peak
 
 pytestmark = STEPS_RUN
 

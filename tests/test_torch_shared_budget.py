@@ -4,21 +4,15 @@ import random
 import re
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.torch.compile_backend import GraphSource, SharedBudget  # noqa: E402
-from tests.torch_backends import (  # noqa: E402
-    differing,
-    observed,
-    one_backward,
-)
-from tests.torch_marks import COMPILED  # noqa: E402
-from tests.torch_steps import real_peak  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import PlanningError
+from mucudnn.torch.compile_backend import GraphSource, SharedBudget
+from tests.torch_backends import differing, observed, one_backward
+from tests.torch_marks import COMPILED
+from tests.torch_steps import real_peak
 
 pytestmark = COMPILED
 

@@ -3,14 +3,12 @@
 import copy
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
+import mucudnn.torch as mt
+from tests.torch_marks import STEPS_RUN
 
 pytestmark = STEPS_RUN
 

@@ -1,17 +1,14 @@
 """What users do around a step: scaling, accumulating, clipping, changing things."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
+import mucudnn.torch as mt
 from mucudnn.errors import PlanningError, UnsupportedError
-
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import real_peak  # noqa: E402
+from tests.torch_marks import STEPS_RUN
+from tests.torch_steps import real_peak
 
 pytestmark = STEPS_RUN
 

@@ -4,24 +4,21 @@ import re
 import threading
 
 import pytest
+import torch
+from torch import nn
 
+import mucudnn.torch as mt
 from mucudnn.errors import PlanningError, UnsupportedError
-
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.passes.planning.request import plan_residency  # noqa: E402
-from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
-from mucudnn.torch.capture.step import capture_step  # noqa: E402
-from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
-from mucudnn.torch.execution import copies, program  # noqa: E402
-from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
-from mucudnn.torch.execution.program import bind  # noqa: E402
-from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import build, real_peak, train_eagerly  # noqa: E402
+from mucudnn.passes.planning.request import plan_residency
+from mucudnn.passes.residency import Residency, saved_tensors
+from mucudnn.torch.capture.step import capture_step
+from mucudnn.torch.capture.step_tensors import StepParts
+from mucudnn.torch.execution import copies, program
+from mucudnn.torch.execution.copies import ThreadCopies
+from mucudnn.torch.execution.program import bind
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions
+from tests.torch_marks import STEPS_RUN
+from tests.torch_steps import build, real_peak, train_eagerly
 
 pytestmark = STEPS_RUN
 

@@ -3,20 +3,17 @@
 import copy
 
 import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional
 
+import mucudnn.torch as mt
 from mucudnn.errors import MucudnnError, VerificationError
-
-torch = pytest.importorskip("torch")
-
-from torch import nn, optim  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch.execution.bound_step import BoundStep  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_own_updates import CountingInGroup, lbfgs  # noqa: E402
-from tests.torch_step_cases import CASES  # noqa: E402
-from tests.torch_steps import build  # noqa: E402
+from mucudnn.torch.execution.bound_step import BoundStep
+from tests.torch_marks import STEPS_RUN
+from tests.torch_own_updates import CountingInGroup, lbfgs
+from tests.torch_step_cases import CASES
+from tests.torch_steps import build
 
 pytestmark = STEPS_RUN
 
