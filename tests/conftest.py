@@ -1,3 +1,4 @@
+import ast
 import gc
 import os
 import shutil
@@ -5,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,19 +30,39 @@ def pytest_configure() -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory)
 
 
+def imports_torch(path: Path) -> bool:
+    """Return whether a file imports PyTorch at its top."""
+    top = ast.parse(path.read_text("utf-8")).body
+    modules = {n.module for n in top if isinstance(n, ast.ImportFrom)}
+    modules |= {a.name for n in top if isinstance(n, ast.Import) for a in n.names}
+    return bool(modules & {"torch", "torch.nn", "tests.torch_marks"})
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave tests of PyTorch alone where none runs: each worker would compile them."""
-    if "not torch" not in config.option.markexpr or collection_path.is_dir():
+    if "not torch" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
-    text = collection_path.read_text("utf-8")
-    needs = '\ntorch = pytest.importorskip("torch")\n' in text
-    return True if needs and "\npytestmark = " in text else None
+    marked = "\npytestmark = " in collection_path.read_text("utf-8")
+    return True if marked and imports_torch(collection_path) else None
 
 
 def pytest_collection_finish() -> None:
     """Collections of garbage pass over the tests themselves, and are rarer."""
     gc.freeze()
     gc.set_threshold(10_000)
+
+
+class WithoutTorch(pytest.Module):
+    """A file that imports PyTorch, where PyTorch is not installed."""
+
+    def collect(self):
+        pytest.skip("needs PyTorch", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    if find_spec("torch") is None and imports_torch(module_path):
+        return WithoutTorch.from_parent(parent, path=module_path)
+    return None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,8 +16,6 @@ import numpy as np
 
 from mucudnn.backends.cuda.kernels.source import compiler_options
 
-__all__ = ["COMPILER", "GOOD", "WRONG", "Emulator", "compiled"]
-
 COMPILER = shutil.which("g++")
 GOOD = 1
 WRONG = {

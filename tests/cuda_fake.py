@@ -14,8 +14,6 @@ from tests.cudnn_fake import FakeCudnn
 from tests.cudnn_kernel import window
 from tests.cupy_fake import StrictArray, StrictCupy, put
 
-__all__ = ["FakeArray", "FakeDevice", "HostSums", "fake_backend"]
-
 
 class FakeArray(StrictArray):
     """An array whose place in memory a test chooses."""

@@ -8,8 +8,6 @@ import re
 import struct
 from dataclasses import dataclass
 
-__all__ = ["Resources", "divisions_in_loops", "loads_in_a_row", "resources"]
-
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes: (symbol, value) of 4 bytes each
 _SIZED = 0x04  # the format of an attribute that says how long it is
 _NO_BITS = 8  # the type of a section without contents

@@ -30,8 +30,6 @@ from tests.cudnn_fake_maps import Maps
 from tests.cudnn_kernel import Convolution, Tensor
 from tests.cupy_fake import put
 
-__all__ = ["ENGINES", "Execution", "FakeCudnn"]
-
 
 @dataclass(frozen=True)
 class Engine:

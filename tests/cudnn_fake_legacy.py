@@ -6,8 +6,6 @@ from mucudnn.backends.cuda.libcudnn import AlgoPerf, Status
 from mucudnn.ir.conv import Direction
 from tests.cudnn_kernel import Convolution, Tensor, strides_of
 
-__all__ = ["ARCH_MISMATCH", "FirstApi", "StatusError"]
-
 ARCH_MISMATCH = 3007
 
 

@@ -22,8 +22,6 @@ from tests.cudnn_fake_legacy import StatusError
 from tests.cudnn_kernel import Tensor
 from tests.cupy_fake import put
 
-__all__ = ["Maps"]
-
 _EACH = (0, 2, 3)
 """The axes that statistics of a channel are taken over."""
 

@@ -10,8 +10,6 @@ from mucudnn.ir.conv import Direction
 from tests.conv_problems import conv_problem
 from tests.reference import reference
 
-__all__ = ["Convolution", "Tensor", "strides_of", "window"]
-
 _NAMES = {0: "float32", 1: "float64", 2: "float16"}
 
 

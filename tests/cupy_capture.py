@@ -5,8 +5,6 @@ ends. Replayed, work on the captured stream runs at once, and other streams run 
 too or as late as they may.
 """
 
-__all__ = ["CAPTURED", "CUDARuntimeError", "Captured"]
-
 
 class CUDARuntimeError(RuntimeError):
     """As CuPy calls it."""

@@ -21,15 +21,6 @@ from mucudnn.backends.cuda.kernels.launch import CupyLauncher
 from tests.cuda_emulator import GOOD, WRONG, compiled
 from tests.cupy_capture import CAPTURED, Captured, CUDARuntimeError
 
-__all__ = [
-    "CAPTURED",
-    "CUDARuntimeError",
-    "StrictArray",
-    "StrictCupy",
-    "on_cupy",
-    "put",
-]
-
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _PTX = {  # what a C++ compiler knows by another name
     'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));': (

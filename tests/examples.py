@@ -8,8 +8,6 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["STEADY", "examples", "register_profiles"]
-
 STEADY, FUZZ = "steady", "fuzz"
 _MOST = 100
 _SLOW_MACHINE = [HealthCheck.too_slow]

@@ -9,8 +9,6 @@ from mucudnn.ir.operations import traits_of
 from mucudnn.ir.tensor import TensorSpec
 from tests.kernel_cases import ADAM, DECAYED, PLAIN, normal, run
 
-__all__ = ["Case", "cases", "channels_last_cases", "compute"]
-
 GUARD = 64  # elements around an array that nobody should touch
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["ARCHITECTURES", "compiled", "hopper"]
-
 ARCHITECTURES = (70, 75, 80, 90, 100)
 """Volta, Turing, Ampere, Hopper, Blackwell; an NVRTC knows some of them."""
 

@@ -2,8 +2,6 @@
 
 import sys
 
-__all__ = ["python_calls"]
-
 
 def python_calls(act):
     """How many functions written in Python are entered."""

@@ -9,8 +9,6 @@ of each other. And what a step reads must be what was last written there.
 
 from mucudnn.runtime.executor.tasks import ByteRange, PendingCopy, Program, Task
 
-__all__ = ["RaceDetector", "RaceError"]
-
 
 class RaceError(Exception):
     """Something touches memory without waiting for what used it before."""

@@ -22,8 +22,6 @@ from mucudnn.ir.schedule import (
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.liveness import live_at_end, rounded
 
-__all__ = ["verify"]
-
 
 def verify(
     schedule: Schedule, budget: float | None = None, *, granularity: int = 1

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+import torch
 
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph, Node
@@ -17,11 +18,8 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.autodiff import RULES, training_graph
 from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.passes.graph.layouts import channels_last_nodes, with_channels_last
+from tests import torch_ops
 from tests.model_cases import random_feeds
-
-torch = pytest.importorskip("torch")
-
-from tests import torch_ops  # noqa: E402  (where there is PyTorch)
 
 pytestmark = pytest.mark.torch
 

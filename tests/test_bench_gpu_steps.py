@@ -1,4 +1,4 @@
-"""Our steps beside PyTorch's: a section a process, whatever ends it."""
+"""Our steps and PyTorch's as `bench/gpu.sh` asks about them, a section a process."""
 
 import json
 import math
@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from bench.gpu import sections, step_section, steps
+from bench.gpu import pytorch, pytorch_steps, sections, step_section, steps, torch_guest
 from bench.gpu.job import Job
+from bench.gpu.sections import UnfinishedError
 from bench.gpu.step_section import Case, Section, TorchStep
 from mucudnn.runtime.tuning.timing import StoppingRule
 
@@ -32,10 +33,12 @@ def result(tmp_path, name="steps.json"):
     return json.loads((tmp_path / name).read_text())["sections"]
 
 
-def test_without_such_a_device_it_is_left_out(tmp_path):
-    report = steps.run(job(tmp_path, backend_name="null"))
+@pytest.mark.parametrize(("part", "file"), [(steps, ""), (torch_guest, "torch.json")])
+def test_without_such_a_device_it_is_left_out(part, file, tmp_path):
+    report = part.run(job(tmp_path, backend_name="null"))
     assert (report.complete, report.failures) == (True, ())
     assert "no device like null" in report.text
+    assert not file or result(tmp_path, file) == {}
 
 
 @pytest.fixture
@@ -161,3 +164,129 @@ def test_what_cannot_be_computed_here_is_told_and_pytorchs_step_runs(
     assert "no algorithm is usable" in found["errors"]["ours"]
     step = TorchStep(case, "cpu", compiled=False)
     assert all(math.isfinite(float(step())) for _ in range(2))
+
+
+PLAIN = torch_guest.SECTIONS[:2]
+
+
+def small(tmp_path, **options):
+    return job(tmp_path, layers=1, **options)
+
+
+def entry(**changes):
+    row = {
+        "state": "done",
+        "eager_repeats": True,
+        "difference": 0.0,
+        "eager_difference": 0.0,
+        "peak_bytes": 100,
+        "planned_bytes": 100,
+    }
+    return {**row, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"difference": 1e-9}, "repeats itself bit for bit"),
+        ({"difference": math.inf}, "differs from eager mode by inf"),
+        ({"eager_repeats": False, "eager_difference": 1e-6, "difference": 5e-6}, None),
+        ({"eager_repeats": False, "eager_difference": 1e-6, "difference": 1}, "by 1;"),
+        ({"peak_bytes": 106}, "106 bytes in use, 100 planned"),
+        ({"state": "failed", "error": "no kernel"}, "no kernel"),
+    ],
+)
+def test_what_must_not_be_is_said(changes, said):
+    found = torch_guest._wrong(entry(**changes))
+    assert (said is None) == (found == [])
+    assert said is None or said in found[0]
+
+
+@pytest.mark.torch
+def test_sections_are_asked_once_and_gone_on_with(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch_guest, "SECTIONS", PLAIN)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        begun = {"gpt train_step": {"state": "begun"}}
+        (tmp_path / "torch.json").write_text(json.dumps({"sections": begun}))
+        late = torch_guest.run(small(tmp_path, ends=time.monotonic()))
+        assert not late.complete
+        assert "the process ended during it" in late.failures[0]
+        report = torch_guest.run(small(tmp_path))
+        assert report.complete
+        assert len(report.failures) == 1
+        row = result(tmp_path, "torch.json")["gpt backend"]
+        assert row["difference"] == 0
+        assert 0 < row["peak_bytes"] <= row["planned_bytes"] + row["resident_bytes"]
+        assert row["ms"] > 0 < row["eager_ms"]
+        again = torch_guest.run(small(tmp_path))
+        assert result(tmp_path, "torch.json")["gpt backend"] == row
+        assert again.complete
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_limited_step_is_eagers_in_fewer_bytes(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch_guest, "SECTIONS", (("gpt", "train_step", True),))
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        report = torch_guest.run(small(tmp_path))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert report.complete, report.text
+    assert report.failures == ()
+    row = result(tmp_path, "torch.json")["gpt train_step in half"]
+    assert row["difference"] == 0
+    assert row["planned_bytes"] + row["resident_bytes"] <= row["budget_bytes"]
+    assert row["peak_bytes"] < row["eager_bytes"]
+
+
+# -- the part that comes first
+
+
+def asks(monkeypatch, answers):
+    """Have sections of these names give these answers, or raise them."""
+    monkeypatch.setattr(pytorch, "SECTIONS", dict.fromkeys(answers, ()))
+    monkeypatch.setattr(pytorch, "missing", lambda name: None)
+
+    def answer(job, name):
+        if isinstance(answers[name], Exception):
+            raise answers[name]
+        return answers[name]
+
+    monkeypatch.setattr(pytorch, "_answer", answer)
+
+
+def test_the_first_part_says_what_is_wrong_and_goes_on(tmp_path, monkeypatch):
+    fails = {"faces": {"wrong": ["backend: no"]}, "trace": RuntimeError("lost")}
+    asks(monkeypatch, {**fails, "compiled": {"ms": {}}})
+    report = pytorch.run(small(tmp_path))
+    assert report.complete
+    assert report.failures == ("faces: backend: no", "trace: RuntimeError: lost")
+    found = result(tmp_path, "pytorch.json")
+    assert [entry["state"] for entry in found.values()] == ["done", "failed", "done"]
+
+
+def test_a_section_that_was_cut_off_is_asked_again(tmp_path, monkeypatch):
+    asks(monkeypatch, {"trace": UnfinishedError()})
+    assert not pytorch.run(small(tmp_path)).complete
+    asks(monkeypatch, {"trace": {}})
+    assert pytorch.run(small(tmp_path)).complete
+
+
+@pytest.mark.torch
+def test_a_section_runs_in_a_process_of_its_own(tmp_path):
+    pytest.importorskip("torch")
+    found = pytorch._answer(small(tmp_path, ends=time.monotonic() + 500), "trace")
+    assert found["host_ms"] > 0
+    assert found["launches"] == {"kernels": 0, "copies": 0}
+
+
+def test_spans_that_overlap_count_once():
+    spans = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]
+    assert pytorch_steps._covered(spans) == 4.0

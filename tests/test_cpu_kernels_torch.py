@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.kernel_cases import ADAM, DECAYED, normal, run
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
 functional = torch.nn.functional
 
 pytestmark = pytest.mark.torch

@@ -1,5 +1,3 @@
-import gzip
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, strategies as st
@@ -22,16 +20,6 @@ def test_reads_what_was_written(tmp_path, split, mark, packed):
     assert got_images.dtype == np.uint8
     assert got_labels.dtype == np.int64
     assert (dataset.image_shape, dataset.classes) == ((1, 28, 28), 10)
-
-
-def test_several_gzip_members_and_padding(tmp_path):
-    images, _ = write_mnist(tmp_path)
-    path = tmp_path / "train-images-idx3-ubyte"
-    raw = path.read_bytes()
-    path.unlink()
-    packed = gzip.compress(raw[:1000]) + gzip.compress(raw[1000:]) + bytes(512)
-    (tmp_path / f"{path.name}.gz").write_bytes(packed)
-    np.testing.assert_array_equal(read_all(open_mnist(tmp_path, "train"))[0], images)
 
 
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])

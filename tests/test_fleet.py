@@ -163,25 +163,6 @@ def test_a_fast_and_a_slow_device_end_together():
     assert proportional_shares(fleet, 250).samples == (50, 200)
 
 
-def test_memory_cuts_a_share_into_passes_or_moves_it():
-    table = a_table("d", (1, 2.0, 100), (101, 102.0, 10_100))
-    small = Rank("small", table, memory=1_100)
-    other = linear("other", 1, 3.0, 101)
-    assert small.most_at_once == 11
-    plan = split_batch(Fleet((small, other)), 60)
-    (first, second) = plan.shares
-    assert first.passes == -(-first.samples // 11) > 1
-    assert second.passes == 1
-    strict = Rank("small", table, memory=1_100, accumulates=False)
-    assert split_batch(Fleet((strict, other)), 60).samples == (11, 49)
-
-
-def test_a_rank_that_would_only_hold_others_up_gets_nothing():
-    fleet = Fleet((linear("fast", 0, 1.0, 8), Rank("slow", a_table("s", (1, 99.0)))))
-    assert split_batch(fleet, 8).samples == (8, 0)
-    assert split_batch(fleet, 8, at_least=1).samples == (7, 1)
-
-
 @pytest.mark.parametrize("number", [4, 1024])
 def test_a_thousand_ranks_look_at_few_shares(number, monkeypatch):
     """Of each kind as many as halving a range of times takes, whatever the batch."""

@@ -1,14 +1,20 @@
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import PERSISTENT, Graph
-from mucudnn.ir.optimizers import Sgd
+from mucudnn.ir.optimizers import Adam, Sgd
 from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import live_at_end, live_ranges, rounded
-from tests.graphs import NETWORKS, chain, graphs, scratch
-from tests.plain_schedule import memory_curve, peak_bytes
+from mucudnn.passes.ordering import ORDERS
+from tests.graphs import NETWORKS, Symbols, chain, graphs, scratch
+from tests.numpy_runner import execute
+from tests.plain_schedule import keep_all, memory_curve, peak_bytes
+from tests.schedule_oracle import verify
 
 
 def alive(graph, storage, at):
@@ -94,3 +100,103 @@ def test_ten_thousand_nodes():
     for _ in range(10_000):
         x = b.reshape(b.scale(x, 1.0), (4,))
     assert peak_bytes(b.build(x)) == 32
+
+
+def overwritten(before, after):
+    """Result -> what it overwrites, for all that the pass put in place."""
+    return {
+        name: spec.alias
+        for name, spec in after.tensors.items()
+        if spec.alias is not None and before.tensors[name].alias is None
+    }
+
+
+def keeps_values(graph):
+    changed = in_place(graph)
+    symbols = Symbols()
+    assert symbols.meaning(changed) == symbols.meaning(graph)
+    assert peak_bytes(changed) <= peak_bytes(graph)
+    verify(keep_all(changed))
+    assert in_place(changed) == changed
+
+
+@given(graphs(most=20))
+def test_in_place_changes_no_value(graph):
+    keeps_values(graph)
+
+
+@given(graphs(most=20))
+def test_only_what_a_kernel_can_do_and_nobody_else_needs(graph):
+    changed = in_place(graph)
+    for name, source in overwritten(graph, changed).items():
+        node = changed.producers[name]
+        at = node.inputs.index(source)
+        assert at in node.traits.overwrites
+        shared = [
+            t for t in node.inputs if changed.storages[t] == changed.storages[name]
+        ]
+        assert shared == [source]
+        assert changed.tensors[source].shape == changed.tensors[name].shape
+        owner = changed.tensors[changed.storages[name]]
+        assert owner.role in (Role.ACTIVATION, Role.GRADIENT)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks(name):
+    graph = with_updates(NETWORKS[name](), Adam())
+    assert len(overwritten(graph, in_place(graph))) > 2
+    keeps_values(graph)
+
+
+def test_bias_and_activation_share_the_bytes_of_the_convolution():
+    b = GraphBuilder()
+    x = b.input("x", (1, 2, 4, 4))
+    y = b.relu(b.conv(x, 2, 3, padding=1))
+    graph = in_place(b.build(b.scale(y, 2.0)))
+    assert graph.storages[graph.outputs[0]] == graph.nodes[0].outputs[0]
+
+
+def test_what_must_not_be_overwritten():
+    b = GraphBuilder()
+    x = b.input("x", (4,))
+    from_input = b.relu(x)
+    twice = b.add(from_input, from_input)
+    output = b.relu(twice)
+    beside = b.relu(output)
+    view = b.reshape(beside, (2, 2))
+    read_later = b.relu(beside)
+    other_shape = b.relu(view)
+    graph = b.build(output, read_later, other_shape)
+    assert overwritten(graph, in_place(graph)) == {output: twice, other_shape: view}
+
+
+def test_gradients_that_are_asked_for_are_not_overwritten():
+    graph = NETWORKS["residual"]()
+    changed = in_place(graph)
+    asked = {changed.storages[g] for g in graph.gradients.values()}
+    assert asked <= live_at_end(changed)
+    assert len(asked) == len(graph.gradients)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_kernels_compute_the_same_bits_in_any_order_and_in_place(name):
+    backend = get_backend("cpu")
+    rng = np.random.default_rng(0)
+    plain = with_updates(NETWORKS[name](), Adam(), when="late")
+    feeds = {
+        n: np.abs(rng.normal(size=plain.tensors[n].shape)).astype(
+            plain.tensors[n].dtype
+        )
+        for n in plain.inputs
+    }
+
+    def run(graph):
+        values = execute(backend, graph, {n: v.copy() for n, v in feeds.items()})
+        results = (*graph.outputs, *(s.name for s in graph.with_role(*PERSISTENT)))
+        return {n: values[n].tobytes() for n in results}
+
+    expected = run(plain)
+    early = with_updates(NETWORKS[name](), Adam())
+    for order in ORDERS.table.values():
+        assert run(in_place(order(early))) == expected
+        assert run(order(in_place(early))) == expected

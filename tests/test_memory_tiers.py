@@ -80,24 +80,3 @@ def test_the_command_says_what_goes_where(budget, tmp_path):
     assert "to peer:1 (" in shown
     assert "to host (" in shown
     assert "tiers: peer:1 100 GB/s out, 100 GB/s back; host " in shown
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "argument", "nbytes", "rate"),
-    [
-        ("host@12GB", "host", "", math.inf, 12e6),
-        ("host=4GiB@1000", "host", "", 4 << 30, 1.0),
-        ("disk:/a@b=c", "disk", "/a@b=c", math.inf, None),
-        ("disk:/a@b=1KiB", "disk", "/a@b", 1024, None),
-        ("peer:1=8@2kB", "peer", "1", 8, 2.0),
-    ],
-)
-def test_sizes_and_rates_stand_behind_a_tier(text, kind, argument, nbytes, rate):
-    found = TierChoice.parse(text)
-    assert (found.kind, found.argument) == (kind, argument)
-    assert (found.nbytes, found.bytes_per_ms) == (nbytes, rate)
-
-
-def test_a_rate_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="the rate of host is 0 bytes per second"):
-        TierChoice.parse("host@0")

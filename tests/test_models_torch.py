@@ -7,18 +7,15 @@ gradients of every operation.
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional
 
 from mucudnn.ir.graph import Graph
 from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.graph.autodiff import training_graph
+from tests import numpy_runner, torch_models, torch_ops
 from tests.model_cases import CASES, Case, furthest, random_feeds
-
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional  # noqa: E402  (where there is PyTorch)
-
-from tests import numpy_runner, torch_models, torch_ops  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -1,14 +1,21 @@
-"""Steps with places: state and arena together keep the budget."""
+"""Steps with places, also in mapped memory: budgets are kept, nothing overlaps."""
 
+import itertools
+from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.errors import PlanningError
+from mucudnn.backends import get_backend
+from mucudnn.backends.cpu.mapped_memory import CpuMapper
+from mucudnn.errors import BackendError, PlanningError, UnsupportedError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.optimizers import Momentum
+from mucudnn.ir.profile import ChunkCosts
 from mucudnn.ir.schedule import STATIC, VIRTUAL, Alloc, Compute, Free
 from mucudnn.models import get_model
 from mucudnn.passes.estimate import estimate
@@ -16,18 +23,32 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT, rounded
-from mucudnn.passes.placement.layout import lay_out, lives_of
-from mucudnn.passes.planning.place_step import place_step
+from mucudnn.passes.placement.fit_to_arena import _Arena, fit_to_arena
+from mucudnn.passes.placement.layout import PageTable, lay_out, lives_of
+from mucudnn.passes.placement.packing import Shrinkable, place_shrinkable
+from mucudnn.passes.placement.paging import place_virtually
+from mucudnn.passes.planning.place_step import _CUTS, place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest, plan_residency
+from mucudnn.passes.residency.policies import lru
+from mucudnn.passes.scheduling.intervals import ResidencyInterval
+from mucudnn.passes.scheduling.problem import state_bytes
+from mucudnn.passes.scheduling.schedulers import (
+    Clock,
+    earliest_ends,
+    latest_starts,
+    trim_to_copies,
+)
 from mucudnn.runtime.training import planned_steps
 from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
 from tests.examples import examples
 from tests.plain_schedule import keep_all
+from tests.race_detector import RaceDetector
 from tests.random_graphs import profiles, training_graphs
 from tests.schedule_oracle import verify
+from tests.swapping import Bench, same
 
 POLICIES = ("planned", "lru")
 MODELS = {"resnet18": 4, "googlenet": 2, "densenet40": 4, "alexnet": 4}
@@ -172,3 +193,296 @@ def test_training_without_a_budget_measures_nothing(name, monkeypatch):
     assert placed.layout.nbytes == lay_out(plain).nbytes
     convolutions = {node.name for node in graph.nodes if node.op == "conv"}
     assert placed.plans.keys() == convolutions
+
+
+PERIOD = 12
+
+
+@st.composite
+def shrinkables(draw):
+    needed = draw(st.integers(0, PERIOD - 1))
+    last = needed + draw(st.integers(0, PERIOD - 2))
+    room = PERIOD - 1 - (last - needed)
+    before = draw(st.integers(0, room))
+    after = draw(st.integers(0, room - before))
+    return Shrinkable(
+        draw(st.integers(1, 9)), needed - before, needed, last, last + after
+    )
+
+
+def moments(first, last):
+    return {at % PERIOD for at in range(first, last + 1)}
+
+
+def check(blocks, places, limit):
+    for i, (block, place) in enumerate(zip(blocks, places, strict=True)):
+        assert block.start <= place.start <= block.needed
+        assert block.last <= place.stop <= block.stop
+        assert 0 <= place.offset <= limit - block.nbytes
+        for other, its in zip(blocks[:i], places[:i], strict=True):
+            if moments(place.start, place.stop) & moments(its.start, its.stop):
+                assert (
+                    place.offset + block.nbytes <= its.offset
+                    or its.offset + other.nbytes <= place.offset
+                )
+
+
+@given(st.lists(shrinkables(), min_size=1, max_size=14), st.floats(0.3, 1.0))
+@examples(50)
+def test_places_never_overlap_and_last_at_least_as_long_as_needed(blocks, share):
+    everything = sum(block.nbytes for block in blocks)
+    limit = int(share * everything)
+    clock = Clock([1.0 + at for at in range(PERIOD)])
+    found = list(place_shrinkable(blocks, limit, clock))
+    for places in found:
+        check(blocks, places, limit)
+    if limit == everything:
+        assert found
+        for block, place in zip(blocks, found[0], strict=True):
+            assert (place.start, place.stop) == (block.start, block.stop)
+
+
+def test_what_is_wanted_gives_way_and_what_is_needed_does_not():
+    clock = Clock([1.0] * 6)
+    intervals, comes_back = Shrinkable(4, 0, 0, 3, 3), Shrinkable(4, 1, 4, 5, 5)
+    for places in place_shrinkable([intervals, comes_back], 4, clock):
+        assert [(p.offset, p.start, p.stop) for p in places] == [(0, 0, 3), (0, 4, 5)]
+    needed = Shrinkable(4, 3, 3, 5, 5)
+    assert not list(place_shrinkable([intervals, needed], 4, clock))
+
+
+def test_copies_back_begin_as_late_as_their_link_admits():
+    clock = Clock([1.0] * 10)
+    intervals = [
+        ResidencyInterval("a", 20, 0, 9, 6, 9, copied_in=True),
+        ResidencyInterval("b", 10, 0, 9, 7, 9, copied_in=True),
+    ]
+    assert latest_starts(intervals, clock, 10.0) == {0: 4, 1: 6}
+    out = [
+        ResidencyInterval("a", 20, 0, 9, 0, 2, copied_out=True),
+        ResidencyInterval("b", 10, 0, 9, 0, 3, copied_out=True),
+    ]
+    assert earliest_ends(out, clock, 10.0) == {0: 5, 1: 6}
+
+
+@cache
+def step_of(model):
+    """Return a request without a budget, the least budget and the peak without one."""
+    graph = with_updates(training_graph(get_model(model)(8)), Momentum())
+    free = StepRequest(graph, estimate(graph, DEVICES["p100"]))
+    whole = plan_residency(free.within(float("inf")), {})
+    return free, minimum_budget(free), whole.peak_bytes
+
+
+@pytest.mark.parametrize("scheduler", ["timed", "adaptive_window", "on_demand"])
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [("resnet18", 0.2), pytest.param("densenet40", 0.3, marks=pytest.mark.slow)],
+)
+def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(
+    model, share, scheduler, short_search
+):
+    free, least, most = step_of(model)
+    budget = least + int(share * (most - least))
+    request = free.within(budget).scheduled(scheduler)
+    residency = plan_step(request).residency
+    for cut in _CUTS:  # as `place_step` looks for places
+        less = request.within((1 - cut) * budget)
+        try:
+            plan = plan_residency(less, residency)
+        except PlanningError:  # the residencies themselves need more
+            plan = plan_step(less)
+        resident = state_bytes(plan.schedule.graph, plan.schedule.resident)
+        found = fit_to_arena(plan, budget - resident)
+        if found is not None:
+            break
+    assert found is not None
+    # Who keeps parameters on the device from step to step packs beside them.
+    assert cut == 0 or scheduler != "adaptive_window"
+    settled, layout = found.plan, found.layout
+    verify(settled.schedule, granularity=ALIGNMENT)
+    assert layout.nbytes <= budget - resident
+    assert settled.schedule.peak_bytes <= plan.schedule.peak_bytes
+    assert {s.storage for s in settled.intervals} == {s.storage for s in plan.intervals}
+    overlap_free(settled.schedule, layout)
+
+
+def overlap_free(schedule, layout):
+    taken = [
+        (offset, offset + rounded(schedule.graph.tensors[name].nbytes), first, last)
+        for name, lives in lives_of(schedule).items()
+        for offset, (first, last) in zip(layout.offsets[name], lives, strict=True)
+    ]
+    taken.sort()
+    for i, (low, high, first, last) in enumerate(taken):
+        for other_low, _, begin, end in taken[i + 1 :]:
+            if other_low >= high:
+                break
+            assert last < begin or end < first, (low, other_low)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_placements_are_judged_by_the_time_of_the_placed_step(grows):
+    graph = with_updates(training_graph(get_model("resnet20")(32)), Momentum())
+    free = StepRequest(graph, estimate(graph, "h200"))
+    least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
+    request = free.within((least + most) // 2)
+    plan = plan_residency(request, lru(request))
+    nodes = plan.schedule.graph.nodes
+    clock = Clock([plan.profile.node_ms[node.name] for node in nodes])
+    nbytes = 2 * int(request.budget)
+    wanted = trim_to_copies(plan.intervals, clock, free.profile, 0.5)
+    arena = _Arena(plan, wanted, nbytes, grows=grows)
+    places = next(place_shrinkable(arena.shrinkables, nbytes, clock))
+    placed = arena.placed(places)
+    assert arena.step_ms(places) == pytest.approx(placed.plan.prediction.step_ms)
+    assert placed.layout.nbytes <= nbytes
+    if grows:  # there is room for the fastest plans of all convolutions
+        fastest = unbounded(graph, free.profile).plans
+        times = {name: placed.plans[name].time_ms for name in fastest}
+        assert times == {name: p.time_ms for name, p in fastest.items()}
+
+
+PAGE = 4096
+CHUNKS = ChunkCosts(PAGE, map_ms=0.5)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    backend = get_backend("cpu")
+    available = backend.device.available_bytes
+    backend = replace(backend, mapper=CpuMapper(available, PAGE))
+    made = Bench.of_model("resnet20", 2, 16, backend=backend)
+    made.profile = replace(made.profile, mapping_costs=CHUNKS)
+    return made
+
+
+def check_pieces(placed):
+    """No byte has two owners at once, all of them are in the memory that is counted."""
+    schedule, layout = placed.schedule, placed.layout
+    pages = layout.pages or PageTable(max(1, layout.nbytes), (0,))
+    places = defaultdict(list)
+    lives = lives_of(schedule)
+    for name, spans in lives.items():
+        nbytes = rounded(schedule.graph.tensors[name].nbytes)
+        assert len(layout.offsets[name]) == len(spans)
+        for offset, span in zip(layout.offsets[name], spans, strict=True):
+            places[span] += pages.extents(offset, offset + nbytes)
+        if name in schedule.live_across:
+            assert layout.offsets[name][0] == layout.offsets[name][-1]
+    for at, instruction in enumerate(schedule.instructions):
+        if not isinstance(instruction, Compute):
+            continue
+        now = [
+            e for (first, last), es in places.items() if first <= at <= last for e in es
+        ]
+        node = instruction.node
+        if nbytes := schedule.workspaces.get(node, 0):
+            offset = layout.workspace_offsets[node]
+            now += pages.extents(offset, offset + nbytes)
+        for one, other in itertools.pairwise(
+            sorted(e for e in now if e.stop > e.start)
+        ):
+            assert one.stop <= other.start
+        assert all(e.stop <= layout.nbytes for e in now)
+    for name, plan in placed.plans.items():
+        assert plan.workspace <= schedule.workspaces.get(name, 0)
+
+
+def tight(plan, chunk_bytes=PAGE):
+    """A step in an arena that is little larger than what is in use at once."""
+    least = plan.peak_bytes - plan.state_bytes
+    sizes = (rounded(least + s * least // 50, chunk_bytes) for s in itertools.count())
+    found = (place_virtually(plan, nbytes) for nbytes in sizes)
+    return next(placed for placed in found if placed is not None)
+
+
+def with_chunks(plan):
+    profile = replace(plan.profile, mapping_costs=CHUNKS)
+    return replace(plan, prediction=replace(plan.prediction, profile=profile))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_step_in_pieces_computes_the_same_bits(bench, seed):
+    expected = bench.run(bench.kept(), watcher=RaceDetector())
+    plan = bench.plan(bench.random_residency(seed), part=0.1 * seed)
+    placed = tight(with_chunks(plan))
+    check_pieces(placed)
+    assert placed.layout.fragmentation < 0.15
+    found = bench.run(plan.schedule, layout=placed.layout, watcher=RaceDetector())
+    same(found, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chunks_may_be_anywhere(bench, seed):
+    """Every chunk of a static layout elsewhere: all that is left in order are pages."""
+    plan = bench.plan(bench.random_residency(seed), part=0.3)
+    layout = lay_out(plan.schedule)
+    count = -(-layout.nbytes // PAGE)
+    chunks = tuple(map(int, np.random.default_rng(seed).permutation(count)))
+    layout = replace(layout, nbytes=count * PAGE, pages=PageTable(PAGE, chunks))
+    expected = bench.run(plan.schedule)
+    found = bench.run(plan.schedule, layout=layout, watcher=RaceDetector())
+    same(found, expected)
+
+
+def test_where_offsets_alone_need_more_memory_it_needs_less():
+    graph = with_updates(training_graph(get_model("alexnet")(64)), Momentum())
+    costs = ChunkCosts(64 << 10, map_ms=0.5)
+    profile = replace(estimate(graph, "p100"), mapping_costs=costs)
+    request = StepRequest(graph, profile, policy="lru")
+    plan = plan_step(request.within(minimum_budget(request)))
+    placed = tight(plan, costs.nbytes)
+    check_pieces(placed)
+    layout = placed.layout
+    assert layout.fragmentation < 0.001
+    assert lay_out(plan.schedule).fragmentation > 0.05
+    assert layout.nbytes % costs.nbytes == 0
+    assert placed.map_ms == 0.5 * len(layout.pages.chunks)
+
+
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [("lru", 0.0), ("lru", 0.3), pytest.param("planned", 0.02, marks=pytest.mark.slow)],
+)
+def test_a_request_may_ask_for_it(policy, share):
+    graph = with_updates(training_graph(get_model("alexnet")(32)), Momentum())
+    costs = estimate(graph, "p100")
+    profile = replace(costs, mapping_costs=ChunkCosts(64 << 10, map_ms=0.01))
+    static = StepRequest(graph, profile, policy=policy)
+    least = minimum_budget(static)
+    most = place_step(static).nbytes
+    static = static.within(1.02 * least + share * (most - least))
+    virtual = replace(static, placement="virtual")
+    placed = place_step(virtual)
+    check_pieces(placed)
+    assert placed.nbytes <= virtual.budget
+    asked = placed.plan.prediction.step_ms
+    assert asked <= 1.01 * place_step(static).plan.prediction.step_ms
+    assert place_step(virtual.within(float("inf"))).nbytes <= most
+
+
+def test_what_cannot_be_mapped_is_refused(bench):
+    graph = training_graph(get_model("lenet")(2))
+    profile = estimate(graph, "p100")
+    with pytest.raises(ValueError, match="'dynamic'; choose one of: static, virtual"):
+        StepRequest(graph, profile, placement="dynamic")
+    cannot = replace(profile, mapping_costs=None)
+    with pytest.raises(ValueError, match="virtual placement needs a device"):
+        StepRequest(graph, cannot, placement="virtual")
+    plan = with_chunks(bench.plan(bench.random_residency(0), part=0.0))
+    layout = tight(plan).layout
+    for mapper in (None, CpuMapper(lambda: 1 << 40, 3 * PAGE)):
+        other = replace(bench, backend=replace(bench.backend, mapper=mapper))
+        with pytest.raises(UnsupportedError, match=f"in chunks of {PAGE} bytes, and b"):
+            other.executor(plan.schedule, layout=layout)
+    assert place_virtually(plan, 0) is None
+
+
+def test_another_process_is_refused(bench, monkeypatch):
+    plan = with_chunks(bench.plan(bench.random_residency(0), part=0.0))
+    executor, _ = bench.executor(plan.schedule, layout=tight(plan).layout)
+    executor.run(bench.feeds())
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    with pytest.raises(BackendError, match="not in its forks"):
+        executor.run(bench.feeds())

@@ -1,13 +1,21 @@
-"""The linear program that plans a step: its plans fit, are fast, and reproduce."""
+"""The linear program that plans a step, and bounds that no plan can beat.
+
+Plans fit, are fast, and reproduce. For the bound of a schedule one tensor and one
+parameter leave: every copy begins and ends at every node at which it can, also across
+the end of the step.
+"""
 
 import itertools
+import math
 from contextlib import suppress
 
 import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.errors import PlanningError
-from mucudnn.ir.optimizers import Momentum
+from mucudnn.ir.builder import GraphBuilder
+from mucudnn.ir.optimizers import Momentum, Sgd
+from mucudnn.ir.profile import Profile
 from mucudnn.models import get_model
 from mucudnn.passes import linear_program
 from mucudnn.passes.estimate import estimate
@@ -15,16 +23,21 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.rematerialize import Rematerializer
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.linear_program import LinearProgram
+from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.planning.bound import lower_bound
 from mucudnn.passes.planning.climbing import SearchState
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.program import fill
 from mucudnn.passes.planning.request import StepRequest, plan_residency
-from mucudnn.passes.residency import Residency, saved_tensors
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency, saved_tensors
+from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.passes.scheduling.intervals import emit, least_occupancy, shifted
+from mucudnn.passes.simulate import simulate
 from tests.commands import run_code
 from tests.examples import examples
-from tests.random_graphs import foreign, profiles, training_graphs
+from tests.graphs import split_batch
+from tests.random_graphs import foreign, profiles, residencies, training_graphs
 from tests.schedule_oracle import verify
-from tests.test_lower_bound import small
 
 INFINITE = float("inf")
 
@@ -162,3 +175,211 @@ def test_the_solver_stops_at_the_limit_of_iterations(monkeypatch):
     assert program.solve() is None
     monkeypatch.undo()
     assert program.solve() is not None
+
+
+NEARLY = 1 + 1e-6
+
+
+def below(request, plan):
+    """Whether the bound of a request is below a plan of it."""
+    return lower_bound(request).step_ms <= plan.prediction.step_ms * NEARLY + 1e-9
+
+
+@examples(60)
+@given(data=st.data(), scheduler=st.sampled_from(sorted(SCHEDULERS.table)))
+def test_no_plan_of_any_residencies_beats_it(data, scheduler):
+    graph = data.draw(training_graphs(updates=data.draw(st.booleans())))
+    if data.draw(st.booleans()):
+        graph = data.draw(foreign(graph))
+    elif data.draw(st.booleans()):
+        graph = split_batch(graph, data.draw(st.integers(2, 3)))
+    profile = data.draw(profiles(graph))
+    residency = data.draw(residencies(graph))
+    least = StepRequest(graph, profile).rewritten(residency).least_peak()
+    budget = least + data.draw(st.sampled_from([0, 512, 4096, 30_000]))
+    request = StepRequest(graph, profile, budget=budget, scheduler=scheduler)
+    with suppress(PlanningError):
+        assert below(request, plan_residency(request, residency))
+
+
+def small(kind):
+    g = GraphBuilder()
+    x = g.input("x", (16, 3, 8, 8))
+    y = g.relu(g.batch_norm(g.conv(x, 4, 3, padding=1)))
+    if kind == "residual":
+        y = g.add(y, g.relu(g.conv(y, 4, 3, padding=1)))
+    y = g.relu(g.conv(y, 4, 3, padding=1))
+    loss = g.softmax_cross_entropy(
+        g.linear(g.flatten(y), 3), g.input("label", (16,), "int64")
+    )
+    return with_updates(training_graph(g.build(loss)), Sgd())
+
+
+@pytest.mark.parametrize("kind", ["chain", "residual"])
+@pytest.mark.parametrize("order", ["null", "fast link"])
+def test_exhaustive_search_does_not_beat_it(kind, order):
+    """Of the three largest saved tensors, everything else and the parameters."""
+    graph = small(kind)
+    profile = estimate(graph, "null" if order == "null" else "h200")
+    largest = sorted(saved_tensors(graph), key=lambda s: -s.nbytes)[:3]
+    names = [saved.name for saved in largest]
+    others = (Residency.KEEP, Residency.PAGE)
+    free = StepRequest(graph, profile)
+    least = minimum_budget(free)
+    most = unbounded(graph, profile).peak_bytes
+    for share in (0.0, 0.4):
+        request = free.within(least + int(share * (most - least)))
+        bound = lower_bound(request).step_ms
+        found = []
+        for choices in itertools.product(Residency, repeat=len(names)):
+            for every, state in itertools.product(others, others):
+                residency = dict(zip(names, choices, strict=True))
+                residency |= {EVERYTHING: every, PERSISTENTS: state}
+                for scheduler in ("timed", "adaptive_window"):
+                    with suppress(PlanningError):
+                        plan = plan_residency(request.scheduled(scheduler), residency)
+                        found.append(plan.prediction.step_ms)
+        assert found
+        assert bound <= min(found) * NEARLY
+
+
+@pytest.mark.parametrize("model", ["lenet", "cifar_quick"])
+def test_it_lies_between_compute_and_the_plan_and_falls_with_the_budget(model):
+    graph = with_updates(training_graph(get_model(model)(64)), Momentum())
+    profile = estimate(graph, "h200")
+    whole = unbounded(graph, profile)
+    free = StepRequest(graph, profile)
+    least = minimum_budget(free)
+    bounds = []
+    for share in (0.02, 0.3, 1.0):
+        request = free.within(least + int(share * (whole.peak_bytes - least)))
+        bounds.append(lower_bound(request).step_ms)
+        assert bounds[-1] >= whole.prediction.step_ms / NEARLY
+        assert below(request, plan_step(request))
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[0] > 1.001 * bounds[-1]
+    assert bounds[-1] == pytest.approx(whole.prediction.step_ms, rel=1e-3)
+
+
+def test_a_plan_that_recomputes_most_of_a_deep_network_does_not_beat_it(short_search):
+    graph = with_updates(training_graph(get_model("resnet50")(256)), Momentum())
+    free = StepRequest(graph, estimate(graph, "h200"))
+    least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
+    request = free.within(least + int(0.3 * (most - least)))
+    assert below(request, plan_step(request))
+
+
+def test_below_every_operand_nothing_fits():
+    graph = small("chain")
+    profile = estimate(graph, "null")
+    assert lower_bound(StepRequest(graph, profile, budget=4096)).step_ms == math.inf
+
+
+def test_of_large_graphs_it_is_the_compute_time_and_says_so():
+    graph = small("chain")
+    profile = estimate(graph, "null")
+    request = StepRequest(graph, profile)
+    least = minimum_budget(request)
+    found = lower_bound(request.within(least), 3)
+    assert found.step_ms == pytest.approx(unbounded(graph, profile).prediction.step_ms)
+    assert "more than 3" in found.reason
+
+
+def step(layers):
+    g = GraphBuilder()
+    x = g.input("x", (8, 64))
+    for _ in range(layers):
+        x = g.tanh(g.linear(x, 64))
+    graph = training_graph(g.build(g.mean_squared_error(x, g.input("t", (8, 64)))))
+    return with_updates(graph, Sgd())
+
+
+def profile(graph, out, back):
+    times = itertools.cycle((1.0, 3.0, 0.5))
+    return Profile(
+        node_ms={node.name: next(times) for node in graph.nodes},
+        workspaces={},
+        fronts={},
+        out_bytes_per_ms=out,
+        in_bytes_per_ms=back,
+    )
+
+
+def placements(interval, following):
+    """Every later end of an interval and earlier start of the next, a node between."""
+    start = following.start
+    for stop in range(interval.stop, start):
+        for begin in range(stop + 2, start + 1):
+            yield stop, begin
+
+
+def schedules(ready):
+    """Every schedule of residencies."""
+    problem = ready.problem({}, math.inf)
+    intervals, _ = problem.least()
+    count = len(ready.graph.nodes)
+    of_storage = {}
+    for i, interval in enumerate(intervals):
+        if interval.storage in ready.swaps:
+            of_storage.setdefault(interval.storage, []).append(i)
+    pairs = []
+    for indices in of_storage.values():
+        pairs += [(i, j, 0) for i, j in itertools.pairwise(indices)]
+        if intervals[indices[0]].host_resident:
+            pairs.append((indices[-1], indices[0], count))
+    ways = [
+        list(placements(intervals[i], shifted(intervals[j], later)))
+        for i, j, later in pairs
+    ]
+    for choice in itertools.product(*ways):
+        found = list(intervals)
+        for (i, j, later), (stop, begin) in zip(pairs, choice, strict=True):
+            found[i] = found[i]._replace(stop=stop)
+            found[j] = found[j]._replace(start=begin - later)
+        found = [shifted(s, count) if s.start < 0 else s for s in found]
+        yield emitted(problem, found, ready)
+
+
+def emitted(problem, intervals, ready):
+    peak, _ = least_occupancy(
+        intervals, problem.scratch(), problem.resident(), math.inf
+    ).peak()
+    return emit(ready.graph, intervals, {}, peak, ready.away)
+
+
+RESIDENCIES = tuple(
+    {saved: Residency.OFFLOAD, weight: choice}
+    for saved, weight, choice in (
+        ("tanh", "linear.1/weight", Residency.OFFLOAD),
+        ("tanh.1", "linear/weight", Residency.OFFLOAD),
+        ("tanh.1", "linear.1/weight", Residency.PAGE),
+    )
+)
+"""One saved tensor and one parameter that leave."""
+
+
+def whole_ms(found):
+    """What compute and each link have to do in a step, the longest of the three."""
+    out = found.out_bytes / found.profile.out_bytes_per_ms
+    back = found.in_bytes / found.profile.in_bytes_per_ms
+    return max(found.compute_ms, out, back)
+
+
+@pytest.mark.parametrize(("out", "back"), [(512.0, 512.0), (4096.0, 900.0)])
+def test_no_schedule_of_a_small_step_is_faster_than_its_bound(out, back):
+    graph = step(layers=2)
+    times = profile(graph, out, back)
+    across = above = count = 0
+    for residency in RESIDENCIES:
+        ready = StepRequest(graph, times).rewritten(residency)
+        for schedule in schedules(ready):
+            count += 1
+            if count % 7 == 0:
+                verify(schedule, granularity=ALIGNMENT)
+            found = simulate(schedule, ready.profile)
+            assert found.bound_ms <= found.step_ms * (1 + 1e-9)
+            across += bool(schedule.live_across)
+            above += bool(schedule.live_across) and found.bound_ms > whole_ms(found)
+    assert count > 500
+    assert across > 100
+    assert above > 100

@@ -134,31 +134,6 @@ def test_a_fused_batch_norm_that_runs_again_updates_nothing(mode):
     assert len(norms) > 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_batch_norm_made_again_has_the_same_bits(backend, dtype):
-    g = GraphBuilder(dtype=dtype)
-    x = g.input("x", (5, 3, 4, 4), dtype)
-    y = g.batch_norm(g.scale(x, 1.5))
-    target = g.input("t", g.shape(x), dtype)
-    graph = training_graph(g.build(g.mean_squared_error(g.tanh(y), target)))
-    (norm,) = (node for node in graph.nodes if node.op == "batch_norm")
-    tanh = next(node for node in graph.nodes if node.op == "tanh")
-    again = Rematerializer(graph)(dict.fromkeys(tanh.outputs, Residency.RECOMPUTE))
-    (made,) = (node for node in again.nodes if node.op == "batch_norm_apply")
-    values = execute(backend, again, feeds(again, 3))
-    np.testing.assert_array_equal(values[made.outputs[0]], values[norm.outputs[0]])
-
-
-def test_a_copied_dropout_draws_the_same_mask():
-    graph = block()
-    again = Rematerializer(graph)(
-        {saved.name: Residency.RECOMPUTE for saved in saved_tensors(graph)}
-    )
-    forward = [n for n in again.nodes if n.op == "dropout" and "dropout" in n.name]
-    assert len({(n.attrs["seed"], n.inputs[1]) for n in forward}) == 1
-    assert len(forward) > 1
-
-
 def test_what_nobody_saved_is_computed_again_with_what_needs_it():
     """Else the normalised values would live on instead of the activations."""
     graph = block()

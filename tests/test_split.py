@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.ir.builder import GraphBuilder
-from mucudnn.ir.graph import PERSISTENT, Phase
+from mucudnn.ir.graph import Phase
 from mucudnn.ir.tensor import Role
 from mucudnn.ir.traits import OPAQUE
 from mucudnn.passes.graph.autodiff import training_graph
@@ -113,19 +113,6 @@ def test_every_plan_keeps_the_bits_of_the_split_step(name):
         assert recomputed or name == "lenet"
 
 
-def test_slices_computed_again_within_the_forward_pass_have_the_same_bits():
-    bench = Bench.of(split_batch(step("resnet20", 4), 2))
-    kept = bench.run(bench.kept())
-    saved = bench.saved()
-    rng = np.random.default_rng(0)
-    always = dict.fromkeys(saved, Residency.RECOMPUTE_ALWAYS)
-    others = {n: c for n, c in bench.random_residency(2).items() if rng.random() < 0.3}
-    plan = bench.plan(always | others)
-    again = [n for n in plan.schedule.graph.nodes if "~" in n.name]
-    assert {n.phase for n in again} == {Phase.FORWARD, Phase.BACKWARD}
-    same(bench.run(plan.schedule, watcher=RaceDetector()), kept)
-
-
 @examples(30)
 @given(data=st.data())
 def test_any_slices_may_be_computed_again_within_the_forward_pass(data):
@@ -191,18 +178,6 @@ def test_filter_gradients_are_added_up_by_the_convolution_itself():
     assert {cut.storages[name] for name in cut.gradients.values()} < set(cut.tensors)
 
 
-def test_masks_of_slices_are_those_of_the_whole_batch():
-    graph = layers(7)
-    given = random_feeds(graph)
-    cut = split_batch(graph, 3)
-    whole = execute(get_backend("cpu"), graph, dict(given))
-    found = execute(get_backend("cpu"), cut, dict(given))
-    (drop,) = [n for n in graph.nodes if n.traits.random and n.phase is Phase.FORWARD]
-    rows = [found[f"{drop.outputs[0]}@{i}"] for i in range(3)]
-    expected = whole[drop.outputs[0]]
-    assert (np.concatenate(rows) == 0).tolist() == (expected == 0).tolist()
-
-
 def test_no_more_parts_than_samples():
     cut = split_batch(layers(2), 8)
     assert cut.nodes == split_batch(layers(2), 2).nodes
@@ -239,13 +214,6 @@ def test_merged_statistics_are_never_computed_again():
     assert not any(n.recomputable for n in merges)
     saved = {s.name for s in saved_tensors(cut)}
     assert {n.outputs[0] for n in merges} <= saved
-
-
-def test_parameters_and_state_are_those_of_the_whole_step():
-    graph = step("resnet20", 4)
-    cut = split_batch(graph, 2)
-    for spec in graph.with_role(*PERSISTENT, Role.INPUT):
-        assert cut.tensors[spec.name] == spec
 
 
 @pytest.mark.parametrize("parts", [0, -1, {"relu": 0}])

@@ -2,16 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
+from mucudnn.backends import get_backend
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
+from tests import numpy_runner, torch_ops
 from tests.graphs import split_batch
 from tests.model_cases import furthest, random_feeds
-
-torch = pytest.importorskip("torch")
-
-from mucudnn.backends import get_backend  # noqa: E402  (where there is PyTorch)
-from tests import numpy_runner, torch_ops  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

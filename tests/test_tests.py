@@ -5,6 +5,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from tests.commands import python
+
 FOLDER = Path(__file__).parent
 
 RUNS = {
@@ -135,7 +137,15 @@ def test_marks_that_choose_a_target_stand_in_the_files_of_its_tests():
 
 def test_what_needs_pytorch_belongs_to_its_target():
     """`make test` runs without PyTorch, and `make test-torch` only what is marked."""
+    needs = re.compile(r'importorskip\("torch"|^(?:import|from) torch\b', re.MULTILINE)
     for path in FOLDER.glob("test_*.py"):
         text = path.read_text("utf-8")
-        if path.stem != "test_fakecuda" and re.search(r'importorskip\("torch"', text):
+        if path.stem != "test_fakecuda" and needs.search(text):
             assert re.search(r"mark\.torch|tests\.torch_marks", text), path.name
+
+
+def test_files_that_import_pytorch_are_skipped_where_there_is_none():
+    code = "import sys, pytest; sys.modules['torch'] = None; pytest.main(sys.argv[1:])"
+    file = FOLDER / "test_torch_comparison.py"
+    out, _ = python("-c", code, file, "-rs", "-p", "no:cacheprovider")
+    assert re.search(r"^SKIPPED \[1\] .*: needs PyTorch$", out, re.MULTILINE)

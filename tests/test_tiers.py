@@ -37,6 +37,9 @@ needs_segments = pytest.mark.skipif(
 )
 
 
+NO_TIERS = ("", "ram", "host:1", "disk", "disk:", "peer", "peer:", "=3")
+
+
 def tier(name, nbytes=math.inf, rate=1e6, back=None, **options):
     back = rate if back is None else back
     return MemoryTier(
@@ -158,30 +161,39 @@ def test_a_step_is_planned_for_the_tiers_that_there_are(bench):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "argument", "nbytes"),
+    ("text", "kind", "argument", "nbytes", "rate"),
     [
-        ("host", "host", "", math.inf),
-        ("host=1.5GiB", "host", "", 3 << 29),
-        ("disk:/a/b", "disk", "/a/b", math.inf),
-        ("disk:/a=b/c", "disk", "/a=b/c", math.inf),
-        ("disk:/a=b/c=4KiB", "disk", "/a=b/c", 4096),
-        ("peer:1", "peer", "1", math.inf),
-        ("peer:12=7", "peer", "12", 7),
+        ("host", "host", "", math.inf, None),
+        ("host=1.5GiB", "host", "", 3 << 29, None),
+        ("disk:/a/b", "disk", "/a/b", math.inf, None),
+        ("disk:/a=b/c", "disk", "/a=b/c", math.inf, None),
+        ("disk:/a=b/c=4KiB", "disk", "/a=b/c", 4096, None),
+        ("disk:/a@b=c", "disk", "/a@b=c", math.inf, None),
+        ("disk:/a@b=1KiB", "disk", "/a@b", 1024, None),
+        ("peer:1", "peer", "1", math.inf, None),
+        ("peer:12=7", "peer", "12", 7, None),
+        ("host@12GB", "host", "", math.inf, 12e6),
+        ("host=4GiB@1000", "host", "", 4 << 30, 1.0),
+        ("peer:1=8@2kB", "peer", "1", 8, 2.0),
     ],
 )
-def test_a_tier_as_it_is_written(text, kind, argument, nbytes):
+def test_a_tier_as_it_is_written(text, kind, argument, nbytes, rate):
     choice = TierChoice.parse(text)
-    assert (choice.kind, choice.argument, choice.nbytes) == (kind, argument, nbytes)
+    assert (choice.kind, choice.argument) == (kind, argument)
+    assert (choice.nbytes, choice.bytes_per_ms) == (nbytes, rate)
     assert parse_tiers(text) == parse_tiers([choice]) == (choice,)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ram", "host:1", "disk", "disk:", "peer", "peer:", "peer:x", "=3"]
+    ("text", "message"),
+    [
+        *((text, "unknown tier .*; choose host, disk:FOLDER") for text in NO_TIERS),
+        ("peer:x", "integer"),
+        ("host@0", "the rate of host is 0 bytes per second"),
+    ],
 )
-def test_what_is_no_tier(text):
-    with pytest.raises(
-        ValueError, match=r"unknown tier .*; choose host, disk:FOLDER|integer"
-    ):
+def test_what_is_no_tier(text, message):
+    with pytest.raises(ValueError, match=message):
         TierChoice.parse(text)
 
 

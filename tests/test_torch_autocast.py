@@ -3,16 +3,14 @@
 import copy
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import PlanningError  # noqa: E402
-from tests.torch_steps import Block  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import PlanningError
+from tests.torch_steps import Block
 
 pytestmark = pytest.mark.torch
 

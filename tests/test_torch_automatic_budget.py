@@ -5,14 +5,12 @@ import math
 import re
 
 import pytest
+import torch
 
+import mucudnn.torch as mt
 from mucudnn.errors import PlanningError
-
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch import automatic_budget  # noqa: E402
-from tests.torch_steps import train_eagerly  # noqa: E402
+from mucudnn.torch import automatic_budget
+from tests.torch_steps import train_eagerly
 
 pytestmark = [
     pytest.mark.torch,

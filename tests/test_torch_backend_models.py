@@ -1,22 +1,21 @@
 """What models may do under `torch.compile` within a budget: eager's bits in all."""
 
+import importlib
+import tomllib
+from pathlib import Path
+
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint  # noqa: F401  (in a row)
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-from torch.nn import functional  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402, F401  (in a row)
-
-import mucudnn.torch as mt  # noqa: E402
-from tests.torch_backends import (  # noqa: E402
-    WithLoss,
-    backwards,
-    check_against_eager,
-    one_backward,
-)
-from tests.torch_marks import COMPILED  # noqa: E402
-from tests.torch_programs import rows_of  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import PlanningError
+from tests.torch_backends import WithLoss, backwards, check_against_eager, one_backward
+from tests.torch_marks import COMPILED
+from tests.torch_programs import rows_of
+from tests.torch_steps import build, real_peak
 
 pytestmark = COMPILED
 
@@ -260,3 +259,213 @@ def test_new_statistics_of_frozen_norms_are_there_when_the_forward_pass_is_over(
         return WithLoss(model, functional.cross_entropy), batch
 
     check_against_eager(make)
+
+
+class Net(nn.Module):
+    """Two layers; their loss comes with all that is between them."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 3)
+        self.reduction = reduction
+
+    def forward(self, x, targets, count):
+        linear = self.first(x)
+        read = functional.silu(linear)
+        logits = self.last(read)
+        losses = logits.flatten(0, -2), targets.flatten()
+        loss = functional.cross_entropy(*losses, reduction=self.reduction)
+        if self.reduction == "sum":
+            loss = loss / count
+        return {"loss": loss, "logits": logits, "read": read, "linear": linear}
+
+
+def gradients(reduction, change, backend, shape=(4, 5)):
+    """Of the loss, after its graph's results were changed; `eager` for no backend."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = Net(reduction)
+    call = net if backend == "eager" else torch.compile(net, backend=backend)
+    batch = torch.randn(*shape, 8), torch.randint(3, shape), torch.tensor(20)
+    found = call(*batch)
+    change(found)
+    found["loss"].backward()
+    return [parameter.grad for parameter in net.parameters()]
+
+
+def backends(reduction):
+    """Without a limit, and with the least one."""
+    with pytest.raises(PlanningError) as caught:
+        gradients(reduction, dict, mt.backend(budget=0, cache=None))
+    least = caught.value.least_bytes
+    return [mt.backend(budget=budget, cache=None) for budget in (None, least)]
+
+
+def halved(name):
+    def change(found):
+        found[name] /= 2
+
+    return change
+
+
+def halved_in_a_view(name):
+    def change(found):
+        found[name].view(-1).detach().mul_(0.5)
+
+    return change
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["loss", "logits"])
+def test_a_result_that_the_backward_pass_does_not_read(reduction, name):
+    """As trainers do that divide the loss by a count."""
+    wanted = gradients(reduction, halved(name), "eager")
+    for backend in backends(reduction):
+        found = gradients(reduction, halved(name), backend)
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize(("name", "shape"), [("read", (4, 5)), ("linear", (4,))])
+def test_a_result_that_the_backward_pass_reads(name, shape):
+    """The weights' gradient reads a view of it, or the activation's reads it."""
+    for backend in ("eager", *backends("mean")):
+        for changed in (halved, halved_in_a_view):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                gradients("mean", changed(name), backend, shape)
+
+
+def test_a_loss_that_only_eager_mode_reads_again():
+    """A norm's gradient needs it; what it is needed for is computed before it leaves.
+
+    So nothing that has changed is read, and the gradients are those of what it was.
+    """
+
+    def run(change, backend):
+        torch._dynamo.reset()
+        x = torch.arange(1.0, 5.0, requires_grad=True)
+
+        def norm(x):
+            return (2 * x).norm()
+
+        call = norm if backend is None else torch.compile(norm, backend=backend)
+        change(call(x)).backward()
+        return x.grad
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(lambda loss: loss.div_(2), None)
+    found = run(lambda loss: loss.div_(2), mt.backend(cache=None))
+    assert torch.equal(found, run(lambda loss: loss / 2, None))
+
+
+def compiled(name, budget):
+    """A model with its loss inside, compiled; its backend; a batch."""
+    model, loss_fn, batch = build(name)
+    torch._dynamo.reset()
+    backend = mt.backend(budget=budget)
+    both = WithLoss(model, loss_fn)
+    return torch.compile(both, backend=backend, fullgraph=True), backend, batch, model
+
+
+def step(call, batch, model):
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = call(*batch)
+    loss.backward()
+    return loss.item()
+
+
+def outcome(model):
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return gradients | {name: b.clone() for name, b in model.named_buffers()}
+
+
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+def test_gradients_and_buffers_are_eager_ones_within_a_budget(name):
+    def make():
+        model, loss_fn, batch = build(name)
+        return WithLoss(model, loss_fn), batch
+
+    whole, least = check_against_eager(make)
+    assert least.peak_bytes < whole.peak_bytes
+    assert least.recomputed or least.leaving
+
+
+@pytest.mark.filterwarnings("ignore:saved tensors of")
+@pytest.mark.usefixtures("free_copies")
+def test_steps_do_not_get_into_each_others_way():
+    call, backend, batch, model = compiled("gpt", None)
+    loss = step(call, batch, model)
+    wanted = outcome(model)
+    call, backend, batch, model = compiled("gpt", backend.plans[0].peak_bytes - 100_000)
+    assert step(call, batch, model) == loss
+    assert backend.plans[0].leaving
+    model.zero_grad()
+    with torch.no_grad():
+        assert not call(*batch).requires_grad
+    torch.manual_seed(1)
+    first = call(*batch)
+    torch.manual_seed(1)
+    second = call(*batch)
+    for pending in (second, first):
+        model.zero_grad()
+        pending.backward()
+        for key, value in outcome(model).items():
+            assert torch.equal(value, wanted[key]), key
+
+    def forward_only():
+        for _ in range(50):
+            call(*batch)
+
+    model.zero_grad()
+    assert real_peak(forward_only) <= real_peak(lambda: call(*batch)) * 2
+
+
+def test_a_change_between_the_halves_is_refused():
+    call, _, batch, model = compiled("mlp", None)
+    loss = call(*batch)
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_model_whose_loss_is_outside():
+    model, loss_fn, (x, y) = build("cnn")
+    loss_fn(model(x), y).backward()
+    wanted = outcome(model)
+    model, loss_fn, (x, y) = build("cnn")
+    call = torch.compile(model, backend=mt.backend(budget="2MiB"))
+    loss_fn(call(x), y).backward()
+    for key, value in outcome(model).items():
+        assert torch.equal(value, wanted[key]), key
+
+
+def test_options_of_the_name():
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    points = tomllib.loads(project.read_text())["project"]["entry-points"]
+    home, _, name = points["torch_dynamo_backends"]["mucudnn"].partition(":")
+    compile_graph = getattr(importlib.import_module(home), name)
+    if "mucudnn" not in torch._dynamo.list_backends():  # this is not installed
+        torch._dynamo.register_backend(compile_graph, "mucudnn")
+    model, loss_fn, batch = build("mlp")
+    both = WithLoss(model, loss_fn)
+    call = torch.compile(both, backend="mucudnn", options={"budget": "2MiB"})
+    step(call, batch, model)
+    for options, error, words in (
+        ({"budget": 1024}, PlanningError, "least budget"),
+        (
+            {"bugdet": 1},
+            ValueError,
+            "unknown option 'bugdet'; choose one of: 'budget',",
+        ),
+        ({"budget": "much"}, ValueError, "not a size"),
+        ({"budget": []}, TypeError, r"budget must be bytes, .*, got \[\]"),
+    ):
+        torch._dynamo.reset()
+        call = torch.compile(both, backend="mucudnn", options=options)
+        for _ in range(2):
+            with pytest.raises(error, match=words):
+                call(*batch)
+    with pytest.raises(ValueError, match="not a size"):
+        mt.backend(budget="much")

@@ -1,28 +1,18 @@
 """Steps of sharded models, captured without the other ranks."""
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-
-from mucudnn.ir.profile import Profile  # noqa: E402
-from mucudnn.passes.planning.plan_step import (  # noqa: E402
-    minimum_budget,
-    plan_step,
-)
-from mucudnn.passes.planning.request import StepRequest  # noqa: E402
-from mucudnn.passes.scheduling.collectives import under_way  # noqa: E402
-from mucudnn.torch.capture.fake_tensors import DatalessStep  # noqa: E402
-from mucudnn.torch.capture.step import capture_step  # noqa: E402
-from mucudnn.torch.capture.step_tensors import StepParts, StepSettings  # noqa: E402
-from mucudnn.torch.distributed.sharding import (  # noqa: E402
-    Part,
-    Sharding,
-    Unit,
-    is_collective,
-)
-from mucudnn.torch.plan_program import LoweredStep  # noqa: E402
+from mucudnn.ir.profile import Profile
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest
+from mucudnn.passes.scheduling.collectives import under_way
+from mucudnn.torch.capture.fake_tensors import DatalessStep
+from mucudnn.torch.capture.step import capture_step
+from mucudnn.torch.capture.step_tensors import StepParts, StepSettings
+from mucudnn.torch.distributed.sharding import Part, Sharding, Unit, is_collective
+from mucudnn.torch.plan_program import LoweredStep
 
 pytestmark = pytest.mark.torch
 

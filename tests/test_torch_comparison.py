@@ -1,14 +1,12 @@
 """PyTorch's ways to save memory beside ours, really run."""
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-
-from mucudnn.errors import UnsupportedError  # noqa: E402
-from mucudnn.torch import comparison  # noqa: E402
-from mucudnn.torch.comparison import EAGER, compare_step  # noqa: E402
+from mucudnn.errors import UnsupportedError
+from mucudnn.torch import comparison
+from mucudnn.torch.comparison import EAGER, compare_step
 
 pytestmark = pytest.mark.torch
 

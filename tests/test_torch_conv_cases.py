@@ -1,25 +1,40 @@
-"""Wrapped convolutions where programs are written otherwise than in the guide."""
+"""Wrapped convolutions of unusual programs; contexts of PyTorch's: who serves."""
 
 import copy
 import functools
+import re
 import threading
 import warnings
+import weakref
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from tests.torch_calls import (  # noqa: E402
+import mucudnn
+import mucudnn.torch as mt
+from mucudnn import AlgoPerf, ConvPlan, ConvProblem, Tuner
+from mucudnn.errors import BackendError, PlanningError
+from mucudnn.ir.conv import Direction
+from mucudnn.runtime.tuning.timing import Timing
+from mucudnn.torch.conv import kernels as conv_calls
+from mucudnn.torch.conv.backend import TORCH
+from tests.torch_calls import (
+    ONCE,
     Residual,
     conv,
+    conv_transpose,
+    only_torch,
     operands,
+    trained,
     tuner,
+    without_torch,
 )
-from tests.torch_marks import CONVOLUTIONS  # noqa: E402
+from tests.torch_marks import CONVOLUTIONS
 
 pytestmark = CONVOLUTIONS
 
@@ -230,3 +245,313 @@ def test_results_lie_as_pytorchs_where_memory_formats_are_alike(ours):
         close(found, wanted, rtol=1e-4, atol=1e-4)
         assert found.stride() == wanted.stride()
     assert ours.stats.forward.ours == 3
+
+
+def test_pytorchs_own_kernel_competes():
+    timed = []
+    context = mt.convolutions(tuner=tuner(native=True, progress=timed.append))
+    found, _ = trained(context)
+    expected, _ = trained(nullcontext())
+    assert found == pytest.approx(expected, rel=1e-10)
+    for stats in (context.stats.forward, context.stats.backward):
+        assert stats.calls == 3 * 5
+        assert stats.ours + stats.native == stats.calls
+        assert stats.fell_back == {}
+    problems = {progress.problem for progress in timed}
+    raced = {progress.problem for progress in timed if progress.algo == TORCH}
+    assert raced == problems
+
+
+@pytest.mark.parametrize("winner", ["ours", "native"])
+def test_a_plan_of_ours_has_to_win_as_a_whole(winner, monkeypatch):
+    times = {"ours": 1.0, "native": 2.0} if winner == "ours" else {}
+
+    def measured(runs, device, rule):
+        assert all(run() is not None for run in runs)
+        return [Timing(times.get(name, 1.0), 0.0, 1) for name in ("ours", "native")]
+
+    monkeypatch.setattr(conv_calls, "measure_together", measured)
+    context = mt.convolutions(tuner=tuner(native=True, planner=without_torch))
+    x, w, b = operands()
+    expected = torch.autograd.grad(conv(x, w, b).sum(), (x, w, b))
+    with context:
+        found = torch.autograd.grad(conv(x, w, b).sum(), (x, w, b))
+    torch.testing.assert_close(found, expected)
+    for stats in (context.stats.forward, context.stats.backward):
+        assert (stats.calls, getattr(stats, winner)) == (1, 1)
+
+
+def only_filters(tables, limit):
+    """Filter gradients by ours, the rest by PyTorch."""
+    if tables[0].problem.direction is Direction.BACKWARD_FILTER:
+        return without_torch(tables, limit)
+    return only_torch(tables, limit)
+
+
+@pytest.mark.parametrize("function", [conv, conv_transpose])
+def test_one_gradient_by_ours_and_the_others_by_pytorch(function, monkeypatch):
+    slow = [Timing(1.0, 0.0, 1), Timing(2.0, 0.0, 1)]
+    monkeypatch.setattr(conv_calls, "measure_together", lambda *args: slow)
+    context = mt.convolutions(tuner=tuner(native=True, planner=only_filters))
+    x, w, b = (t.detach()[:4].clone().requires_grad_() for t in operands())
+    expected = torch.autograd.grad(function(x, w, b).sum(), (x, w, b))
+    with context:
+        found = torch.autograd.grad(function(x, w, b).sum(), (x, w, b))
+    torch.testing.assert_close(found, expected)
+    assert (context.stats.forward.native, context.stats.backward.ours) == (1, 1)
+
+
+def test_the_native_algorithm_computes_what_ours_do():
+    x = np.random.default_rng(0).standard_normal((4, 6, 9, 8))
+    w = np.random.default_rng(1).standard_normal((8, 3, 3, 2))
+    only = {"stride": (2, 1), "padding": 1, "dilation": (1, 2), "groups": 2}
+    reference = Tuner(batch_policy="undivided", validate=False, cache=None, rule=ONCE)
+
+    def halves(tables, limit):
+        rows = [
+            next(p for p in t.usable if p.algo == TORCH and p.batch == 2)
+            for t in tables
+        ]
+        return [ConvPlan(t.problem, (p, p)) for t, p in zip(tables, rows, strict=True)]
+
+    native = tuner(native=True, planner=halves, batch_policy="powers_of_two")
+    for layout in ("NCHW", "NHWC"):
+        last = layout == "NHWC"
+        a = np.ascontiguousarray(np.moveaxis(x, 1, -1)) if last else x
+        b = np.ascontiguousarray(np.moveaxis(w, 1, -1)) if last else w
+        made = []
+        for one in (reference, native):
+            options = {**only, "layout": layout, "tuner": one}
+            y = mucudnn.conv2d(a, b, **options)
+            dw = np.ones_like(b)
+            mucudnn.conv_backward_filter(
+                a, y, b.shape, out=dw, accumulate=True, **options
+            )
+            made.append((y, mucudnn.conv_backward_data(y, b, a.shape, **options), dw))
+        for one, other in zip(*made, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_lists_of_one_entry_are_told_from_others(ours):
+    x = torch.randn(2, 3, 9, 9)
+    w = torch.randn(4, 3, 3, 3)
+    wide = {"stride": (2,), "padding": (1, 1)}
+    narrow = {"stride": (2, 1), "padding": (1,)}
+    expected = [functional.conv2d(x, w, **options) for options in (wide, narrow)]
+    with ours:
+        found = [functional.conv2d(x, w, **options) for options in (wide, narrow)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert ours.stats.forward.ours == 2
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_plan_of_several_libraries_is_bound_as_one(direction):
+    backend = mt.cpu_backend()
+    problem = ConvProblem(
+        direction=direction,
+        x_shape=(4, 3, 6, 6),
+        w_shape=(5, 3, 3, 3),
+        dtype="float64",
+        layout="NHWC",
+    )
+    offered = dict(backend.conv.algorithms(problem.with_batch(2)))
+    assert backend.conv.traits(problem, TORCH).notes == ("workspace_not_counted",)
+    steps = (
+        AlgoPerf(algo=name, batch=2, time_ms=1.0, workspace=offered[name])
+        for name in (TORCH, "GEMM")
+    )
+    plan = ConvPlan(problem, tuple(steps))
+    device = backend.device
+    a, b, out = (
+        device.view(device.allocate(spec.nbytes), 0, spec)
+        for spec in problem.operands()
+    )
+    device.randomize(a)
+    device.randomize(b)
+    workspace = device.allocate(plan.workspace)
+    backend.bind(plan).run(a, b, out, workspace, False)
+    expected = np.empty_like(out)
+    mucudnn.get_backend("cpu").conv.run(
+        problem, "IMPLICIT_GEMM", a, b, expected, workspace
+    )
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_fingerprints_name_pytorch_only_where_it_runs():
+    plain = mucudnn.get_backend("cpu").device.fingerprint
+    assert f"torch-{torch.__version__}" in mt.cpu_backend().device.fingerprint
+    assert mt.cpu_backend(native=False).device.fingerprint == plain
+
+
+def test_nesting_and_leaving_in_any_order():
+    x, w, b = operands(requires_grad=False)
+    outer, inner = (mt.convolutions(tuner=tuner()) for _ in range(2))
+
+    def counts():
+        return outer.stats.forward.calls, inner.stats.forward.calls
+
+    outer.__enter__()
+    conv(x, w, b)
+    assert counts() == (1, 0)
+    inner.__enter__()
+    inner.__enter__()
+    conv(x, w, b)
+    assert counts() == (1, 1)
+    outer.__exit__(None, None, None)
+    conv(x, w, b)
+    inner.__exit__(None, None, None)
+    conv(x, w, b)
+    assert counts() == (1, 3)
+    inner.__exit__(None, None, None)
+    conv(x, w, b)
+    assert counts() == (1, 3)
+
+
+def test_an_exception_restores_pytorchs_kernels(ours):
+    x, w, b = operands(requires_grad=False)
+    native = conv(x, w, b)
+
+    @ours
+    def broken():
+        conv(x, w, b)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        broken()
+    calls = ours.stats.forward.calls
+    assert torch.equal(conv(x, w, b), native)
+    assert ours.stats.forward.calls == calls
+
+
+def test_a_kernel_that_fails_is_pytorchs_from_then_on(monkeypatch):
+    x, w, b = operands()
+    context = mt.convolutions(tuner=tuner())
+    expected = conv(x, w, b)
+    with context:
+        conv(x, w, b)
+
+        def broken(*args):
+            raise BackendError("no such luck")
+
+        monkeypatch.setattr(conv_calls.Kernel, "__call__", broken)
+        for _ in range(2):
+            assert torch.equal(conv(x, w, b), expected)
+    stats = context.stats.forward
+    assert (stats.calls, stats.ours) == (3, 1)
+    assert stats.fell_back == {"BackendError: no such luck": 2}
+
+
+def test_a_limit_too_small_for_ours_falls_back():
+    x, w, b = operands()
+
+    def nothing_fits(tables, limit):
+        raise PlanningError("nothing fits")
+
+    context = mt.convolutions(tuner=tuner(planner=nothing_fits))
+    expected = conv(x, w, b)
+    with context:
+        assert torch.equal(conv(x, w, b), expected)
+    assert context.stats.forward.fell_back == {"nothing fits": 1}
+
+
+def test_threads_share_a_context():
+    context = mt.convolutions(tuner=tuner())
+    x, w, b = operands(requires_grad=False)
+    expected = conv(x, w, b)
+    expected_grads = torch.func.grad(lambda w: conv(x, w, b).sum())(w)
+    failures = []
+
+    def work():
+        own = w.clone().requires_grad_()
+        try:
+            for _ in range(5):
+                y = conv(x, own, b)
+                (grad,) = torch.autograd.grad(y.sum(), own)
+                torch.testing.assert_close(y, expected)
+                torch.testing.assert_close(grad, expected_grads)
+        except Exception as e:
+            failures.append(e)
+
+    with context:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert context.stats.forward.ours == context.stats.backward.ours == 20
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_other_threads_run_during_a_native_kernel():
+    """As they do in PyTorch: the interpreter's lock is not held.
+
+    If it were, another thread would run between two kernels, once or twice a call.
+    """
+    context = mt.convolutions(tuner=tuner(native=True, planner=only_torch))
+    x = torch.randn(8, 32, 112, 112)
+    w = torch.randn(32, 32, 3, 3)
+    ticks, over = [], threading.Event()
+
+    def tick():
+        while not over.wait(0.0005):
+            ticks.append(1)
+
+    def ticked():
+        before = len(ticks)
+        functional.conv2d(x, w)
+        return len(ticks) - before
+
+    with context:
+        functional.conv2d(x, w)  # measured and planned
+        other = threading.Thread(target=tick)
+        other.start()
+        try:
+            assert any(ticked() > 8 for _ in range(100))
+        finally:
+            over.set()
+            other.join()
+
+
+def test_modes_see_the_calls_that_the_user_wrote():
+    class Recorder(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    context = mt.convolutions(tuner=tuner(native=True, planner=only_torch))
+    x, w, b = operands(requires_grad=False)
+    with Recorder() as outside:
+        expected = conv(x, w, b)
+    with context:
+        conv(x, w, b)
+        with Recorder() as within:
+            found = conv(x, w, b)
+    assert torch.equal(found, expected)
+    assert within.seen == outside.seen
+    assert context.stats.forward.native == 2
+
+
+def test_nothing_is_kept_of_the_operands(ours):
+    x, w, b = operands()
+    with ours:
+        y = conv(x, w, b)
+        y.sum().backward()
+    kept = [weakref.ref(t) for t in (x, w, b, y)]
+    del x, w, b, y
+    assert [ref() for ref in kept] == [None] * 4
+
+
+def test_mistakes_are_said():
+    with pytest.raises(ValueError, match="sixty"):
+        mt.convolutions("sixty")
+    with pytest.raises(ValueError, match=re.escape("cpu_backend()")):
+        mt.convolutions(tuner=Tuner(cache=None))
+    with pytest.raises(ValueError, match="cannot both be given"):
+        mt.convolutions("1MiB", tuner=tuner())
+    assert mt.convolutions().tuner.workspace_limit == 64 << 20
+    assert mt.convolutions("8MiB").tuner.workspace_limit == 8 << 20

@@ -4,30 +4,27 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
+import mucudnn.torch as mt
 from mucudnn import AlgoPerf, ConvPlan, Tuner
 from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.runtime.tuning.timing import Timing
-
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.torch.capture.step import capture_step  # noqa: E402
-from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
-from mucudnn.torch.compile_backend import compile_graph  # noqa: E402
-from mucudnn.torch.conv import fronts as conv_fronts  # noqa: E402
-from mucudnn.torch.conv.backend import TORCH  # noqa: E402
-from mucudnn.torch.conv.fronts import ConvolutionNode, with_plans  # noqa: E402
-from mucudnn.torch.conv.kernels import is_native  # noqa: E402
-from mucudnn.torch.costs.measure import evaluate  # noqa: E402
-from mucudnn.torch.costs.meters import CpuMeter  # noqa: E402
-from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
-from tests.torch_calls import tuner  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import real_peak, train_eagerly  # noqa: E402
+from mucudnn.torch.capture.step import capture_step
+from mucudnn.torch.capture.step_tensors import StepParts
+from mucudnn.torch.compile_backend import compile_graph
+from mucudnn.torch.conv import fronts as conv_fronts
+from mucudnn.torch.conv.backend import TORCH
+from mucudnn.torch.conv.fronts import ConvolutionNode, with_plans
+from mucudnn.torch.conv.kernels import is_native
+from mucudnn.torch.costs.measure import evaluate
+from mucudnn.torch.costs.meters import CpuMeter
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions
+from tests.torch_calls import tuner
+from tests.torch_marks import STEPS_RUN
+from tests.torch_steps import real_peak, train_eagerly
 
 pytestmark = STEPS_RUN
 

@@ -6,22 +6,14 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional
+from torch.utils import flop_counter
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional  # noqa: E402  (where there is PyTorch)
-from torch.utils import flop_counter  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from tests.torch_calls import (  # noqa: E402
-    conv,
-    conv_transpose,
-    operands,
-    trained,
-    tuner,
-)
-from tests.torch_marks import CONVOLUTIONS  # noqa: E402
+import mucudnn.torch as mt
+from tests.torch_calls import conv, conv_transpose, operands, trained, tuner
+from tests.torch_marks import CONVOLUTIONS
 
 pytestmark = [
     *CONVOLUTIONS,

@@ -7,14 +7,13 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
-from mucudnn.errors import PlanningError, UnsupportedError  # noqa: E402
-from mucudnn.torch.capture import step as capture_module  # noqa: E402
-from mucudnn.torch.capture.known_values import KnownShapes  # noqa: E402
-from mucudnn.torch.capture.undeclared_writes import (  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.torch.capture import step as capture_module
+from mucudnn.torch.capture.known_values import KnownShapes
+from mucudnn.torch.capture.undeclared_writes import (
     UNDECLARED_WRITES,
     functional_variant,
     writes_of,

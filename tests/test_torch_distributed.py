@@ -9,15 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mucudnn.ir.fleet import Rank
 from mucudnn.passes.load_balancing import share_times
+from mucudnn.torch.distributed import collectives
 from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, start
-
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-import torch.distributed as dist  # noqa: E402
-
-from mucudnn.torch.distributed import collectives  # noqa: E402
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("needs PyTorch with gloo", allow_module_level=True)

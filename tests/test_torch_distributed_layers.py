@@ -1,15 +1,15 @@
 """Equal layers under one budget, in one process: what is planned and refused."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
 if not torch.distributed.is_available():
     pytest.skip("needs PyTorch with torch.distributed", allow_module_level=True)
 
-import mucudnn.torch as mt  # noqa: E402
-from bench.torch.peak import real_peak  # noqa: E402
-from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.torch.costs.meters import CpuMeter, Links  # noqa: E402
+import mucudnn.torch as mt
+from bench.torch.peak import real_peak
+from mucudnn.errors import PlanningError
+from mucudnn.torch.costs.meters import CpuMeter, Links
 
 nn = torch.nn
 

@@ -7,28 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.cli.app import main  # noqa: E402
-from mucudnn.errors import UnsupportedError  # noqa: E402
-from mucudnn.passes.graph.sharding import (  # noqa: E402
-    DataParallel,
-    data_parallel_step,
-)
-from mucudnn.passes.planning.plan_step import (  # noqa: E402
-    minimum_budget,
-    plan_step,
-)
-from mucudnn.passes.planning.request import (  # noqa: E402
-    StepRequest,
-    schedule_residency,
-)
-from mucudnn.passes.scheduling.step_plan import memory_intervals  # noqa: E402
-from mucudnn.report.memory_charts import lanes_chart  # noqa: E402
-from mucudnn.report.trace import trace_json  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.cli.app import main
+from mucudnn.errors import UnsupportedError
+from mucudnn.passes.graph.sharding import DataParallel, data_parallel_step
+from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
+from mucudnn.passes.planning.request import StepRequest, schedule_residency
+from mucudnn.passes.scheduling.step_plan import memory_intervals
+from mucudnn.report.memory_charts import lanes_chart
+from mucudnn.report.trace import trace_json
 
 pytestmark = pytest.mark.torch
 

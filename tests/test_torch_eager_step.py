@@ -3,25 +3,17 @@
 import math
 
 import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-
-from torch import nn, optim  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import UnsupportedError  # noqa: E402
-from mucudnn.torch.capture.step_tensors import (  # noqa: E402
-    Batch,
-    StepSettings,
-)
-from mucudnn.torch.eager_step import run_eager_step  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_own_updates import (  # noqa: E402
-    Sharpened,
-    lbfgs,
-)
+import mucudnn.torch as mt
+from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.step_tensors import Batch, StepSettings
+from mucudnn.torch.eager_step import run_eager_step
+from tests.torch_marks import STEPS_RUN
+from tests.torch_own_updates import Sharpened, lbfgs
 
 pytestmark = STEPS_RUN
 

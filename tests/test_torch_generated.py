@@ -1,13 +1,10 @@
 """Programs put together by chance: planned steps give what eager mode gives."""
 
-import pytest
 from hypothesis import given, note, strategies as st
 
-torch = pytest.importorskip("torch")
-
-from tests.examples import examples  # noqa: E402
-from tests.torch_generated import Recipe, compared, recipe_of  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
+from tests.examples import examples
+from tests.torch_generated import Recipe, compared, recipe_of
+from tests.torch_marks import STEPS_RUN
 
 pytestmark = STEPS_RUN
 

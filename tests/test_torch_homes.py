@@ -3,13 +3,12 @@
 import copy
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
-from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.torch.execution.bound_step import is_outside_allocator  # noqa: E402
-from tests.torch_steps import build, real_peak, train_eagerly  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import PlanningError
+from mucudnn.torch.execution.bound_step import is_outside_allocator
+from tests.torch_steps import build, real_peak, train_eagerly
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 

@@ -13,19 +13,17 @@ from itertools import count
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from torch.utils import _pytree as pytree  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import BackendError, PlanningError, UnsupportedError  # noqa: E402
-from mucudnn.torch.capture.exclusive import exclusive_capture  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_own_updates import CountingInState, Sharpened  # noqa: E402
-from tests.torch_steps import load_in_place  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import BackendError, PlanningError, UnsupportedError
+from mucudnn.torch.capture.exclusive import exclusive_capture
+from tests.torch_marks import STEPS_RUN
+from tests.torch_own_updates import CountingInState, Sharpened
+from tests.torch_steps import load_in_place
 
 pytestmark = STEPS_RUN
 

@@ -3,15 +3,13 @@
 import copy
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import UnsupportedError  # noqa: E402
-from tests.torch_programs_counting import Queue  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import UnsupportedError
+from tests.torch_programs_counting import Queue
 
 pytestmark = [
     pytest.mark.torch,

@@ -3,16 +3,14 @@
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.ir.devices import get_device  # noqa: E402
-from mucudnn.torch import CompileBackend  # noqa: E402
-from mucudnn.torch.costs.measure import estimated  # noqa: E402
-from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
+from mucudnn.errors import PlanningError
+from mucudnn.ir.devices import get_device
+from mucudnn.torch import CompileBackend
+from mucudnn.torch.costs.measure import estimated
+from mucudnn.torch.plan_program import PlanOptions
 
 pytestmark = [
     pytest.mark.torch,

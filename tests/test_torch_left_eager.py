@@ -3,16 +3,11 @@
 import warnings
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn.utils.rnn import (  # noqa: E402
-    pack_padded_sequence,
-    pad_packed_sequence,
-)
-
-import mucudnn.torch as mt  # noqa: E402
+import mucudnn.torch as mt
 
 pytestmark = [
     pytest.mark.torch,

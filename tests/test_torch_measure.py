@@ -4,16 +4,11 @@ import threading
 import time
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from mucudnn.torch.costs import meters, meters as cuda_meter  # noqa: E402
-from mucudnn.torch.costs.meters import (  # noqa: E402
-    CpuMeter,
-    CudaMeter,
-    meter_of,
-)
-from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
+from mucudnn.torch.costs import meters, meters as cuda_meter
+from mucudnn.torch.costs.meters import CpuMeter, CudaMeter, meter_of
+from mucudnn.torch.execution.copies import ThreadCopies
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 

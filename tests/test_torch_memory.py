@@ -3,21 +3,18 @@
 import re
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
+import mucudnn.torch as mt
 from mucudnn.errors import PlanningError, UnsupportedError
-
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.ir.devices import get_device  # noqa: E402
-from mucudnn.studies.memory import study_memory  # noqa: E402
-from mucudnn.torch import TrainStep  # noqa: E402
-from mucudnn.torch.costs.measure import estimated  # noqa: E402
-from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
-from tests.torch_steps import build  # noqa: E402
+from mucudnn.ir.devices import get_device
+from mucudnn.studies.memory import study_memory
+from mucudnn.torch import TrainStep
+from mucudnn.torch.costs.measure import estimated
+from mucudnn.torch.plan_program import PlanOptions
+from tests.torch_steps import build
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 

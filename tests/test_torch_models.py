@@ -3,28 +3,18 @@
 from importlib.util import find_spec
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
-from bench.torch.nodes import NodeTable  # noqa: E402
-from bench.torch.rivals import WithLoss  # noqa: E402
-from bench.torch.zoo import ZOO  # noqa: E402
-from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.torch import CompileBackend  # noqa: E402
-from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import real_peak  # noqa: E402
-from tests.torch_zoo import (  # noqa: E402
-    SHORT,
-    SMALL,
-    Steps,
-    adamw,
-    build,
-    different,
-    eager,
-    sgd,
-)
+import mucudnn.torch as mt
+from bench.torch.nodes import NodeTable
+from bench.torch.rivals import WithLoss
+from bench.torch.zoo import ZOO
+from mucudnn.errors import PlanningError
+from mucudnn.torch import CompileBackend
+from mucudnn.torch.plan_program import PlanOptions
+from tests.torch_marks import STEPS_RUN
+from tests.torch_steps import real_peak
+from tests.torch_zoo import SHORT, SMALL, Steps, adamw, build, different, eager, sgd
 
 pytestmark = [
     *STEPS_RUN,

@@ -1,25 +1,26 @@
 """Optimizers whose updates cannot be recorded make them themselves, within a budget."""
 
 import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional
 
+import mucudnn.torch as mt
 from mucudnn.errors import PlanningError, UnsupportedError
-
-torch = pytest.importorskip("torch")
-
-from torch import optim  # noqa: E402
-
-from mucudnn.torch.optimizer_update import state_bytes  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_own_updates import (  # noqa: E402
+from mucudnn.studies.memory import study_memory
+from mucudnn.torch.optimizer_update import state_bytes
+from tests.torch_marks import STEPS_RUN
+from tests.torch_own_updates import (
     CLOSURES,
     OPTIMIZERS,
     STEPS,
     CountingInAttribute,
     Remembering,
+    built,
     eager,
     step_within,
 )
-from tests.torch_steps import real_peak  # noqa: E402
+from tests.torch_steps import real_peak
 
 pytestmark = STEPS_RUN
 
@@ -80,3 +81,113 @@ def test_a_step_that_fails_says_with_what():
     with pytest.raises(UnsupportedError, match=r"Failing\.step\(\) fails.*'beta'"):
         step(*batch)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+MANY = 2048
+"""Samples, so that activations are more than gradients."""
+
+
+def studied(optimizer_of, count=MANY, **options):
+    model, optimizer, batch = built(optimizer_of, count)
+    return mt.memory(model, functional.mse_loss, batch, optimizer, **options)
+
+
+def promised(optimizer_of, budget=None, count=MANY):
+    step, *_, batch = step_within(optimizer_of, budget, count)
+    return step.prepare(*batch)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_is_what_train_step_promises(name):
+    optimizer_of = OPTIMIZERS[name]
+    study = studied(optimizer_of, device="cpu")
+    plan = promised(optimizer_of)
+    assert study.unlimited_bytes == plan.peak_bytes
+    assert study.plan().own_update == plan.own_update
+    with pytest.raises(PlanningError) as caught:
+        promised(optimizer_of, 0)
+    assert study.least_budget == caught.value.least_bytes < study.unlimited_bytes
+    least = study.plan(study.least_budget)
+    assert least.peak_bytes <= study.least_budget
+    assert "update: eager, after the planned passes" in str(least)
+    assert list(study.curve)[-1] == study.least_budget
+    with pytest.raises(PlanningError, match="updates eagerly"):
+        study.plan(study.least_budget - 1)
+
+
+def test_nothing_is_done_to_model_and_optimizer():
+    model, optimizer, batch = built(OPTIMIZERS["adafactor"])
+    before = [p.clone() for p in model.parameters()]
+    drawn = torch.get_rng_state()
+    study = mt.memory(model, functional.mse_loss, batch, optimizer)
+    assert study.least_budget
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["adafactor", "counting_in_state", "lbfgs"])
+def test_parameters_without_data_need_as_much(name):
+    wanted = studied(OPTIMIZERS[name])
+    with torch.device("meta"):
+        found = studied(OPTIMIZERS[name])
+    assert found.unlimited_bytes == wanted.unlimited_bytes
+    assert found.least_budget == wanted.least_budget
+
+
+def test_a_trained_optimizer_has_its_state_counted():
+    model, optimizer, (x, y) = built(OPTIMIZERS["by_values"])
+    functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    study = mt.memory(model, functional.mse_loss, (x, y), optimizer)
+    assert study.plan().own_update.state >= sum(p.nbytes for p in model.parameters())
+
+
+def test_other_devices_have_kernels_over_many_tensors():
+    """As PyTorch takes them there where an optimizer leaves it open."""
+    model, _, batch = built(OPTIMIZERS["adafactor"])
+
+    def most(device, foreach):
+        optimizer = optim.Adafactor(model.parameters(), 0.1, foreach=foreach)
+        study = mt.memory(model, functional.mse_loss, batch, optimizer, device=device)
+        return study.plan().own_update.peak
+
+    assert most("h200", None) == most("cpu", True) > most("cpu", None)
+    assert most("h200", False) == most("cpu", None)
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    optimizer_of = OPTIMIZERS["adafactor"]
+    study = studied(optimizer_of, 8, device="cpu")
+    budget = 3 * study.least_budget
+    most = study.max_batch(budget)
+    assert promised(optimizer_of, budget, most).peak_bytes <= budget
+    with pytest.raises(PlanningError):
+        promised(optimizer_of, budget, most + 1)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lbfgs"])
+def test_techniques_are_compared_with_the_update_behind(name):
+    study = studied(OPTIMIZERS[name])
+    found = study_memory(
+        study.described(),
+        policies=("keep_all", "planned"),
+        budget=study.least_budget,
+        min_budget=True,
+    )
+    assert found.minimum == study.least_budget
+    assert found.min_budget["keep_all"] == study.unlimited_bytes
+    assert "<svg" in study.report()
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(UnsupportedError, match="while its state grows"):
+        _ = studied(Remembering).least_budget
+    with torch.device("meta"):
+        model = nn.Linear(1 << 24, 1 << 24)
+        x = torch.empty(4, 1 << 24)
+    optimizer = optim.Adafactor(model.parameters())
+    study = mt.memory(model, lambda y: y.square().mean(), (x,), optimizer)
+    with pytest.raises(UnsupportedError, match=r"measured by running it.*AdamW"):
+        _ = study.least_budget

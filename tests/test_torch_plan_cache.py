@@ -17,39 +17,33 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import PlanningError  # noqa: E402
-from mucudnn.ir.schedule import Residency  # noqa: E402
-from mucudnn.runtime.store.measurements import (  # noqa: E402
-    BenchmarkCache,
-    Entries,
-    default_path,
-)
-from mucudnn.runtime.store.sqlite_file import CacheWarning, RecordFile  # noqa: E402
-from mucudnn.runtime.store.tables import seal_entry  # noqa: E402
-from mucudnn.runtime.tuning.timing import StoppingRule  # noqa: E402
-from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
-from mucudnn.torch import cpu_backend  # noqa: E402
-from mucudnn.torch.conv import fronts  # noqa: E402
-from mucudnn.torch.conv.fronts import ConvolutionChoice, with_fronts  # noqa: E402
-from mucudnn.torch.costs.measure import measured  # noqa: E402
-from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
-from mucudnn.torch.plan_store import (  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import PlanningError
+from mucudnn.ir.schedule import Residency
+from mucudnn.runtime.store.measurements import BenchmarkCache, Entries, default_path
+from mucudnn.runtime.store.sqlite_file import CacheWarning, RecordFile
+from mucudnn.runtime.store.tables import seal_entry
+from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch import cpu_backend
+from mucudnn.torch.conv import fronts
+from mucudnn.torch.conv.fronts import ConvolutionChoice, with_fronts
+from mucudnn.torch.costs.measure import measured
+from mucudnn.torch.plan_program import PlanOptions
+from mucudnn.torch.plan_store import (
     Places,
     PlanStore,
     Unnameable,
     open_plans,
     structure_of,
 )
-from mucudnn.torch.planning import Planner  # noqa: E402
-from tests.doubles import places_in  # noqa: E402
-from tests.test_stores_hostile import VALUES  # noqa: E402
-from tests.torch_steps import build  # noqa: E402
+from mucudnn.torch.planning import Planner
+from tests.doubles import places_in
+from tests.test_stores_hostile import VALUES
+from tests.torch_steps import build
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 

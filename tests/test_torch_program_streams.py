@@ -6,23 +6,22 @@ No GPU: a strict stand-in runs every copy as late as it may.
 import mmap
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from mucudnn.errors import UnsupportedError  # noqa: E402  (where there is PyTorch)
-from mucudnn.passes.planning.request import plan_residency  # noqa: E402
-from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
-from mucudnn.torch.capture.step import capture_step  # noqa: E402
-from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
-from mucudnn.torch.execution import cuda_copies, program  # noqa: E402
-from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
-from mucudnn.torch.execution.cuda_copies import StreamCopies  # noqa: E402
-from mucudnn.torch.execution.devices import copies_for, device_of  # noqa: E402
-from mucudnn.torch.execution.program import bind  # noqa: E402
-from mucudnn.torch.lowering.lowered import Layout  # noqa: E402
-from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
-from tests.cuda_streams import OrderingError, StandIn  # noqa: E402
-from tests.torch_steps import build  # noqa: E402
+from mucudnn.errors import UnsupportedError
+from mucudnn.passes.planning.request import plan_residency
+from mucudnn.passes.residency import Residency, saved_tensors
+from mucudnn.torch.capture.step import capture_step
+from mucudnn.torch.capture.step_tensors import StepParts
+from mucudnn.torch.execution import cuda_copies, program
+from mucudnn.torch.execution.copies import ThreadCopies
+from mucudnn.torch.execution.cuda_copies import StreamCopies
+from mucudnn.torch.execution.devices import copies_for, device_of
+from mucudnn.torch.execution.program import bind
+from mucudnn.torch.lowering.lowered import Layout
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions
+from tests.cuda_streams import OrderingError, StandIn
+from tests.torch_steps import build
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 

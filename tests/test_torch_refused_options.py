@@ -4,14 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
-from mucudnn.torch.plan_program import REFUSALS, PlanOptions  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.runtime.tuning.tuner import Tuner
+from mucudnn.torch.plan_program import REFUSALS, PlanOptions
 
 pytestmark = [
     pytest.mark.torch,

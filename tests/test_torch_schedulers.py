@@ -3,11 +3,11 @@
 import logging
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import PlanningError  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import PlanningError
+from tests.torch_marks import STEPS_RUN
 
 pytestmark = STEPS_RUN
 

@@ -5,18 +5,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from mucudnn.errors import UnsupportedError
+from mucudnn.ir.graph import Phase
+from mucudnn.torch.costs.measure import measured
+from mucudnn.torch.distributed.sharding import WAIT
+from mucudnn.torch.lowering.lower import lower
 from tests.fleet_ranks import ranks, start
-
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-import torch.distributed as dist  # noqa: E402
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
-
-from mucudnn.errors import UnsupportedError  # noqa: E402
-from mucudnn.ir.graph import Phase  # noqa: E402
-from mucudnn.torch.costs.measure import measured  # noqa: E402
-from mucudnn.torch.distributed.sharding import WAIT  # noqa: E402
-from mucudnn.torch.lowering.lower import lower  # noqa: E402
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("needs PyTorch with gloo", allow_module_level=True)

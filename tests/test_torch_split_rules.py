@@ -1,17 +1,15 @@
 """Every rule of how a PyTorch operation is cut, on slices of numbers."""
 
 import pytest
+import torch
+from torch.utils import _pytree as pytree
 
-torch = pytest.importorskip("torch")
-
-from torch.utils import _pytree as pytree  # noqa: E402  (where there is PyTorch)
-
-from mucudnn.ir.traits import Rows  # noqa: E402
-from mucudnn.torch.costs.measure import evaluate  # noqa: E402
-from mucudnn.torch.lowering.lowered import Call, Layout, Operand  # noqa: E402
-from mucudnn.torch.splitting.axes import Axis, Cut, Site  # noqa: E402
-from mucudnn.torch.splitting.batch_rules import RULES, cut_of  # noqa: E402
-from mucudnn.torch.splitting.plan import slice_call  # noqa: E402
+from mucudnn.ir.traits import Rows
+from mucudnn.torch.costs.measure import evaluate
+from mucudnn.torch.lowering.lowered import Call, Layout, Operand
+from mucudnn.torch.splitting.axes import Axis, Cut, Site
+from mucudnn.torch.splitting.batch_rules import RULES, cut_of
+from mucudnn.torch.splitting.plan import slice_call
 
 pytestmark = pytest.mark.torch
 

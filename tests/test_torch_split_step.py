@@ -1,17 +1,15 @@
 """PyTorch steps in slices of their batch: the whole's gradients in less memory."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import UnsupportedError  # noqa: E402
-from mucudnn.runtime.tuning.tuner import Tuner  # noqa: E402
-from tests.torch_parts import eager, least, made, momentum, stepped  # noqa: E402
-from tests.torch_steps import TinyGPT, build, check_kept, token_loss  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import UnsupportedError
+from mucudnn.runtime.tuning.tuner import Tuner
+from tests.torch_parts import eager, least, made, momentum, stepped
+from tests.torch_steps import TinyGPT, build, check_kept, token_loss
 
 pytestmark = pytest.mark.torch
 

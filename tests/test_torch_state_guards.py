@@ -3,11 +3,10 @@
 from collections import OrderedDict, defaultdict
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from mucudnn.torch.capture.guards import StateGuards  # noqa: E402
-from mucudnn.torch.capture.python_state import MISSING, Kind, Read  # noqa: E402
+from mucudnn.torch.capture.guards import StateGuards
+from mucudnn.torch.capture.python_state import MISSING, Kind, Read
 
 pytestmark = pytest.mark.torch
 

@@ -1,13 +1,11 @@
 """Training loops as users have them, by planned steps and by hand: the same numbers."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
+import mucudnn.torch as mt
 
 pytestmark = pytest.mark.torch
 

@@ -3,29 +3,22 @@
 import copy
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.passes.planning.request import plan_residency  # noqa: E402
-from mucudnn.passes.residency import Residency, saved_tensors  # noqa: E402
-from mucudnn.torch.capture.fake_tensors import KernelResults  # noqa: E402
-from mucudnn.torch.capture.step import capture_step  # noqa: E402
-from mucudnn.torch.capture.step_tensors import (  # noqa: E402
-    PLAIN,
-    Batch,
-    LiveParts,
-    StepParts,
-)
-from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
-from mucudnn.torch.execution.program import bind  # noqa: E402
-from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_step_cases import CASES, QUICK, Whole  # noqa: E402
-from tests.torch_steps import real_peak, train_eagerly  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.passes.planning.request import plan_residency
+from mucudnn.passes.residency import Residency, saved_tensors
+from mucudnn.torch.capture.fake_tensors import KernelResults
+from mucudnn.torch.capture.step import capture_step
+from mucudnn.torch.capture.step_tensors import PLAIN, Batch, LiveParts, StepParts
+from mucudnn.torch.execution.copies import ThreadCopies
+from mucudnn.torch.execution.program import bind
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions
+from tests.torch_marks import STEPS_RUN
+from tests.torch_step_cases import CASES, QUICK, Whole
+from tests.torch_steps import real_peak, train_eagerly
 
 pytestmark = [
     *STEPS_RUN,

@@ -1,16 +1,14 @@
 """Every optimizer of torch.optim whose update is recorded: its own bits."""
 
 import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional
 
+import mucudnn.torch as mt
 from mucudnn.errors import UnsupportedError
-
-torch = pytest.importorskip("torch")
-
-from torch import nn, optim  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
+from tests.torch_marks import STEPS_RUN
+from tests.torch_steps import train_eagerly
 
 pytestmark = STEPS_RUN
 
@@ -42,7 +40,6 @@ OPTIMIZERS = {
     "subtracting": lambda p: Own(p, subtracting),
     "of_lists": lambda p: Own(p, of_lists),
 }
-from tests.torch_steps import train_eagerly  # noqa: E402
 
 
 class Clipping(optim.Optimizer):

@@ -12,18 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import FakeQuantize
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
+import mucudnn.torch as mt
 from mucudnn.errors import PlanningError, UnsupportedError
-
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.ao.quantization import FakeQuantize  # noqa: E402
-from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from tests.torch_step_cases import Whole  # noqa: E402
+from tests.torch_step_cases import Whole
 
 pytestmark = [
     pytest.mark.torch,

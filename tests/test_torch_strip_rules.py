@@ -1,15 +1,14 @@
 """Every rule of how a PyTorch operation is cut into strips, on rows of numbers."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from mucudnn.ir.traits import Rows  # noqa: E402  (where there is PyTorch)
-from mucudnn.torch.costs.measure import evaluate  # noqa: E402
-from mucudnn.torch.lowering.lowered import Call, Layout, Operand  # noqa: E402
-from mucudnn.torch.splitting.axes import Axis, Site  # noqa: E402
-from mucudnn.torch.splitting.prepare import ShapedGradient  # noqa: E402
-from mucudnn.torch.splitting.strip_rules import IMAGE_RULES, strip_of  # noqa: E402
+from mucudnn.ir.traits import Rows
+from mucudnn.torch.costs.measure import evaluate
+from mucudnn.torch.lowering.lowered import Call, Layout, Operand
+from mucudnn.torch.splitting.axes import Axis, Site
+from mucudnn.torch.splitting.prepare import ShapedGradient
+from mucudnn.torch.splitting.strip_rules import IMAGE_RULES, strip_of
 
 pytestmark = pytest.mark.torch
 

@@ -1,16 +1,14 @@
 """PyTorch steps in strips of their images: the whole's gradients in less memory."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402  (where there is PyTorch)
-from torch.nn import functional  # noqa: E402
-
-import mucudnn.torch as mt  # noqa: E402
-from mucudnn.errors import UnsupportedError  # noqa: E402
-from tests.torch_parts import eager, least, made, momentum, stepped  # noqa: E402
-from tests.torch_steps import check_kept  # noqa: E402
+import mucudnn.torch as mt
+from mucudnn.errors import UnsupportedError
+from tests.torch_parts import eager, least, made, momentum, stepped
+from tests.torch_steps import check_kept
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

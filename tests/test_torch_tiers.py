@@ -10,28 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import mucudnn.torch as mt  # noqa: E402  (where there is PyTorch)
-from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError  # noqa: E402
-from mucudnn.runtime.executor.tiers import parse_tiers  # noqa: E402
-from mucudnn.torch import (  # noqa: E402
-    CompileBackend,
-    TrainStep,
-)
-from mucudnn.torch.costs.measure import measured  # noqa: E402
-from mucudnn.torch.execution.bound_step import is_outside_allocator  # noqa: E402
-from mucudnn.torch.execution.tiers import StepTiers, TierCopies  # noqa: E402
-from mucudnn.torch.plan_program import PlanOptions  # noqa: E402
-from mucudnn.torch.plan_store import PlanStore, open_plans  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import (  # noqa: E402
-    build,
-    load_in_place,
-    real_peak,
-    train_eagerly,
-)
+import mucudnn.torch as mt
+from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
+from mucudnn.runtime.executor.tiers import parse_tiers
+from mucudnn.torch import CompileBackend, TrainStep
+from mucudnn.torch.costs.measure import measured
+from mucudnn.torch.execution.bound_step import is_outside_allocator
+from mucudnn.torch.execution.tiers import StepTiers, TierCopies
+from mucudnn.torch.plan_program import PlanOptions
+from mucudnn.torch.plan_store import PlanStore, open_plans
+from tests.torch_marks import STEPS_RUN
+from tests.torch_steps import build, load_in_place, real_peak, train_eagerly
 
 pytestmark = [*STEPS_RUN, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 needs_segments = pytest.mark.skipif(

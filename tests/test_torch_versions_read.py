@@ -4,21 +4,19 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
+import torch
 
 from mucudnn.ir.schedule import Alloc, Free
-
-torch = pytest.importorskip("torch")
-
-from mucudnn.passes.planning.request import plan_residency  # noqa: E402
-from mucudnn.passes.residency import Residency  # noqa: E402  (where there is PyTorch)
-from mucudnn.torch.capture.step import capture_step  # noqa: E402
-from mucudnn.torch.capture.step_tensors import StepParts  # noqa: E402
-from mucudnn.torch.execution.copies import ThreadCopies  # noqa: E402
-from mucudnn.torch.execution.program import bind  # noqa: E402
-from mucudnn.torch.plan_program import LoweredStep, PlanOptions  # noqa: E402
-from tests.torch_marks import STEPS_RUN  # noqa: E402
-from tests.torch_steps import build, train_eagerly  # noqa: E402
-from tests.torch_zoo import sgd  # noqa: E402
+from mucudnn.passes.planning.request import plan_residency
+from mucudnn.passes.residency import Residency
+from mucudnn.torch.capture.step import capture_step
+from mucudnn.torch.capture.step_tensors import StepParts
+from mucudnn.torch.execution.copies import ThreadCopies
+from mucudnn.torch.execution.program import bind
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions
+from tests.torch_marks import STEPS_RUN
+from tests.torch_steps import build, train_eagerly
+from tests.torch_zoo import sgd
 
 pytestmark = STEPS_RUN
 

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional
 
 from mucudnn import Tuner
 from mucudnn.ir.optimizers import Momentum
@@ -9,13 +11,8 @@ from mucudnn.ir.tensor import Role
 from mucudnn.models import get_model
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.timing import StoppingRule
-
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional  # noqa: E402  (where there is PyTorch)
-
-from tests import torch_models  # noqa: E402
-from tests.one_algorithm import one_algorithm  # noqa: E402
+from tests import torch_models
+from tests.one_algorithm import one_algorithm
 
 pytestmark = pytest.mark.torch
 

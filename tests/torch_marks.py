@@ -2,8 +2,6 @@
 
 import pytest
 
-__all__ = ["COMPILED", "CONVOLUTIONS", "STEPS_RUN"]
-
 COMPILED = [
     pytest.mark.torch,
     pytest.mark.usefixtures("one_thread", "fresh_compiler"),

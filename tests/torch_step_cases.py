@@ -9,8 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.torch_programs import rows_of
 
-__all__ = ["CASES", "QUICK", "Whole"]
-
 
 class Whole(nn.Module):
     """A module whose forward pass is a function of it and of its input."""

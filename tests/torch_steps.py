@@ -6,11 +6,6 @@ from torch.nn import functional
 
 from bench.torch.peak import real_peak
 
-__all__ = [
-    *("Block", "TinyGPT", "build", "check_kept", "load_in_place", "real_peak"),
-    *("token_loss", "train_eagerly"),
-]
-
 
 def check_kept(step, batch, found, kept):
     """A step in parts gave what the same parts kept give, and keeps its promise."""

@@ -16,8 +16,6 @@ import numpy as np
 
 from tests.cupy_fake import StrictArray
 
-__all__ = ["StrictDriver", "installed"]
-
 OK, INVALID, NO_ROOM = 0, 1, 2
 FIXED = 0x10
 

@@ -185,9 +185,9 @@ class ShareTimes:
     def corners(self) -> Iterator[int]:
         """Yield shares among which is the one with the highest throughput."""
         for line in self.lines[1:]:
-            yield line.start
-            yield self.most_by(line.at(line.start))
-            yield line.stop
+            # No share is faster than a smaller one, so a line may begin with a flat part.
+            flat = self.most_by(line.at(line.start))
+            yield from (line.start, flat, min(flat + 1, line.stop), line.stop)
 
 
 def share_times(rank: Rank, most: int) -> ShareTimes:
