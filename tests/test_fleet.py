@@ -5,7 +5,7 @@ import random
 
 import pulp
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.fleet import AllReduce, Fleet, Rank, StepPoint, StepTable
@@ -74,7 +74,12 @@ def by_ilp(fleet, batch):
     return pulp.value(longest) + fleet.all_reduce_ms
 
 
+FALLING = Rank("r", a_table("d", (1, 0.75), (3, 0.5), (5, 0.875), (6, 1.25)))
+"""Of shares of two steps, the one after a flat part has the highest throughput."""
+
+
 @given(ranks(), st.integers(1, 30))
+@example(FALLING, 9)
 @settings(max_examples=300, deadline=None)
 def test_times_of_shares_are_those_of_their_steps(rank, most):
     of = share_times(rank, most)

@@ -185,7 +185,7 @@ class ShareTimes:
     def corners(self) -> Iterator[int]:
         """Yield shares among which is the one with the highest throughput."""
         for line in self.lines[1:]:
-            # No share is faster than a smaller one, so a line may begin with a flat part.
+            # A share takes at least as long as smaller ones: a line may begin flat.
             flat = self.most_by(line.at(line.start))
             yield from (line.start, flat, min(flat + 1, line.stop), line.stop)
 
