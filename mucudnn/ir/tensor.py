@@ -10,6 +10,8 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 INTEGERS = {"uint8": 1, "int64": 8}
 """Bytes per element of integer data types: labels, counters, indices."""
 
+_ITEMSIZE = ITEMSIZE | INTEGERS
+
 
 class Role(enum.Enum):
     """Purpose of a tensor; decides who may move or drop it."""
@@ -57,7 +59,7 @@ class TensorSpec:
         if self.storage_bytes is not None:
             return self.storage_bytes
         try:
-            return math.prod(self.shape) * itemsize(self.dtype)
+            return math.prod(self.shape) * _ITEMSIZE[self.dtype]
         except KeyError:
             raise ValueError(
                 f"tensor {self.name!r} has the data type {self.dtype!r}, whose size "
@@ -88,4 +90,4 @@ class TensorSpec:
 
 def itemsize(dtype: str) -> int:
     """Return the bytes per element; KeyError for an unknown type."""
-    return ITEMSIZE[dtype] if dtype in ITEMSIZE else INTEGERS[dtype]
+    return _ITEMSIZE[dtype]

@@ -10,11 +10,11 @@ the same graph consumes.
 import bisect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
-from mucudnn.ir.tensor import Role
+from mucudnn.ir.tensor import Role, TensorSpec
 
 ALIGNMENT = 512
 """Alignment of all sizes and offsets in an arena, in bytes; as in CUDA's allocator."""
@@ -110,7 +110,7 @@ def live_ranges(graph: Graph) -> Mapping[str, LiveRange]:
 
 def uses_of(graph: Graph) -> Mapping[str, Use]:
     """Return the uses of every storage, in order of first use; unused ones last."""
-    return uses_by(graph, *touches(graph))
+    return uses_by(graph, *touches(graph), KnownTensors())
 
 
 Positions = dict[str, tuple[int, ...]]
@@ -144,11 +144,24 @@ def _as_tuples(positions: Mapping[str, list[int]]) -> Positions:
     return {storage: tuple(found) for storage, found in positions.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class KnownTensors:
+    """Facts that are equal in all rewrites of a graph, where names have one meaning.
+
+    Attributes:
+        sizes: Aligned size of each storage, and whether it outlives the step.
+        shared: Descriptions of results by result and input whose bytes they overwrite.
+    """
+
+    sizes: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    shared: dict[tuple[str, str], TensorSpec] = field(default_factory=dict)
+
+
 class Touches:
     """`touches` of a graph, and of the same graph with inserted nodes."""
 
     def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+        self._graph, self.known = graph, KnownTensors()
         self._positions, self._writes = touches(graph)
         self._names = list(self._positions)  # in order of first use, unused ones last
         end = (len(graph.nodes),)
@@ -166,7 +179,7 @@ class Touches:
             copies: Positions of the inserted nodes, ascending.
             rebound: Positions, before and after, of the nodes with other inputs.
         """
-        inserted, storages = set(copies), graph.storages
+        inserted, storages, known = set(copies), graph.storages, self._graph.storages
         others = [i for i in range(len(graph.nodes) + 1) if i not in inserted]
         moved = others.__getitem__
         first = copies[0] if copies else len(graph.nodes) + 1
@@ -182,7 +195,8 @@ class Touches:
         done = 0
         for count, now in enumerate(copies):
             node = graph.nodes[now]
-            for storage in [storages[name] for name in node.tensors]:
+            for name in node.tensors:
+                storage = storages[name]
                 if storage in positions:
                     positions[storage] = _with(positions[storage], now)
                     continue
@@ -195,8 +209,8 @@ class Touches:
         # Move the uses of nodes that read other tensors now.
         for before, now in rebound:
             old, new = self._graph.nodes[before], graph.nodes[now]
-            was = {self._graph.storages[name] for name in old.tensors}
-            used = {storages[name] for name in new.tensors}
+            was = set(map(known.__getitem__, old.tensors))
+            used = set(map(storages.__getitem__, new.tensors))
             for storage in was - used:
                 positions[storage] = tuple(i for i in positions[storage] if i != now)
             for storage in used - was:
@@ -222,15 +236,21 @@ def _with(positions: tuple[int, ...], position: int) -> tuple[int, ...]:
     return (*positions[:at], position, *positions[at:])
 
 
-def uses_by(graph: Graph, positions: Positions, writes: Positions) -> Mapping[str, Use]:
+def uses_by(
+    graph: Graph, positions: Positions, writes: Positions, known: "KnownTensors"
+) -> Mapping[str, Use]:
     """Return the uses of storages from their positions and writes."""
-    period, found = max(1, len(graph.nodes)), {}
+    period, found, sizes = max(1, len(graph.nodes)), {}, known.sizes
     make = tuple.__new__  # a named tuple's own constructor takes twice as long
     for storage, at in positions.items():
-        spec = graph.tensors[storage]
-        cycle = period if spec.role in PERSISTENT else 0
-        use = storage, rounded(spec.nbytes), at, writes.get(storage, ()), cycle
-        found[storage] = make(Use, use)
+        if storage not in sizes:
+            spec = graph.tensors[storage]
+            sizes[storage] = rounded(spec.nbytes), spec.role in PERSISTENT
+        nbytes, persistent = sizes[storage]
+        cycle = period if persistent else 0
+        found[storage] = make(
+            Use, (storage, nbytes, at, writes.get(storage, ()), cycle)
+        )
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from mucudnn.ir.graph import Graph
-from mucudnn.passes.liveness import Positions, Use, touches, uses_by
+from mucudnn.passes.liveness import KnownTensors, Positions, Use, touches, uses_by
 
 
 def in_place(graph: Graph) -> Graph:
@@ -20,14 +20,18 @@ def in_place(graph: Graph) -> Graph:
 
 
 def in_place_with_uses(
-    graph: Graph, touched: tuple[Positions, Positions] | None = None
+    graph: Graph,
+    touched: tuple[Positions, Positions] | None = None,
+    known: KnownTensors | None = None,
 ) -> tuple[Graph, Mapping[str, Use]]:
     """Return the graph with results in place, and its `uses_of`, in one walk.
 
     Args:
         graph: The graph.
         touched: Result of `touches`, if known; it is changed.
+        known: Facts about tensors from other rewrites of a graph; more are added.
     """
+    known = known or KnownTensors()
     tensors, storages = dict(graph.tensors), graph.storages
     positions, writes = touches(graph) if touched is None else touched
     fixed = {storages[name] for name in graph.inputs}
@@ -50,13 +54,17 @@ def in_place_with_uses(
                 continue
             roots = [storages[name] for name in node.tensors]
             roots = [merged.get(storage, storage) for storage in roots]
+            spec = tensors[name]
             if (
                 roots.count(overwritten) == 1
-                and tensors[name].shape == result.shape
-                and tensors[name].dtype == result.dtype
+                and spec.shape == result.shape
+                and spec.dtype == result.dtype
                 and tensors[overwritten].nbytes == result.nbytes
             ):
-                tensors[result.name] = result.sharing(name)
+                key = result.name, name
+                if key not in known.shared:
+                    known.shared[key] = result.sharing(name)
+                tensors[result.name] = known.shared[key]
                 merged[result.name] = overwritten
                 # The merged storage lives as long as both.
                 positions[overwritten] += positions.pop(result.name)[1:]
@@ -67,4 +75,4 @@ def in_place_with_uses(
                 break
     now = {name: merged.get(storage, storage) for name, storage in storages.items()}
     final = graph.with_aliases(MappingProxyType(tensors), now)
-    return final, uses_by(final, positions, writes)
+    return final, uses_by(final, positions, writes, known)

@@ -44,7 +44,7 @@ class Rematerializer:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._made: dict[object, tuple[Node, tuple[TensorSpec, ...]]] = {}
+        self.made: dict[object, tuple[Node, tuple[TensorSpec, ...]]] = {}
 
     def __call__(self, residency: Mapping[str, Residency]) -> Graph:
         """Copy the producers of recomputed tensors to just before their backward uses.
@@ -83,14 +83,12 @@ class Rematerializer:
         return rewriter.build(), known
 
     def remember(
-        self, key: object, make: Callable[[], tuple[Node, tuple[TensorSpec, ...]]]
+        self, key: object, node: Node, specs: tuple[TensorSpec, ...] = ()
     ) -> tuple[Node, tuple[TensorSpec, ...]]:
-        """Return a node and its results, which most rewrites share with others."""
-        found = self._made.get(key)
-        if found is None:
-            if len(self._made) >= _MOST_MADE:
-                self._made.clear()
-            found = self._made[key] = make()
+        """Store a node and its results, which most rewrites share, and return them."""
+        if len(self.made) >= _MOST_MADE:
+            self.made.clear()
+        self.made[key] = found = node, specs
         return found
 
     def dropped(self, residency: Mapping[str, Residency]) -> set[str]:
@@ -252,8 +250,10 @@ class _Rewriter:
             if alias != spec.alias:
                 self._tensors[spec.name] = spec.sharing(alias)
                 self.same_views = False
-        key = node.name, inputs
-        return self._facts.remember(key, lambda: (replace(node, inputs=inputs), ()))[0]
+        key, facts = (node.name, inputs), self._facts
+        if key not in facts.made:
+            facts.remember(key, replace(node, inputs=inputs))
+        return facts.made[key][0]
 
     def _recompute(self, name: str, mine: dict[str, str]) -> str:
         """Return a tensor or its recomputed copy; `mine` are this node's copies."""
@@ -271,16 +271,22 @@ class _Rewriter:
                 pending.pop()
                 continue
             node = makers[top]
-            inputs = [
-                (t, self._copy_map(t, known, mine) if t in dropped else None)
-                for t in node.inputs
-            ]
-            missing = [(t, k) for t, k in inputs if k is not None and t not in k]
+            inputs: list[str] = []
+            missing: list[tuple[str, dict[str, str]]] = []
+            for tensor in node.inputs:
+                copies = (
+                    self._copy_map(tensor, known, mine) if tensor in dropped else None
+                )
+                if copies is None:
+                    inputs.append(tensor)
+                elif tensor in copies:
+                    inputs.append(copies[tensor])
+                else:
+                    missing.append((tensor, copies))
             if missing:
                 pending += reversed(missing)
             else:
-                found = tuple(t if k is None else k[t] for t, k in inputs)
-                self._copy(node, found, known)
+                self._copy(node, tuple(inputs), known)
         return known[name]
 
     def _copy_map(
@@ -299,7 +305,10 @@ class _Rewriter:
         """
         if name in self._copies:
             return self._copies
-        if name not in self._facts.makers or self._inputs_changed(name):
+        facts = self._facts
+        if name not in facts.makers or (
+            name in facts.changing and self._inputs_changed(name)
+        ):
             return None
         within = self._phase is Phase.FORWARD
         if within and name not in self._read:
@@ -311,12 +320,10 @@ class _Rewriter:
         if choice in RECOMPUTED:
             return mine if name in self._always or not within else None
         forward = self._graph.producers[name].phase is Phase.FORWARD
-        return dependents if forward and storage not in self._facts.saved else None
+        return dependents if forward and storage not in facts.saved else None
 
     def _inputs_changed(self, name: str) -> bool:
         """Return whether a producer's inputs (such as weights) changed since it ran."""
-        if name not in self._facts.changing:
-            return False
         first, storages = self._facts.changing[name]
         return any(
             first <= position < self._now
@@ -326,12 +333,13 @@ class _Rewriter:
 
     def _copy(self, node: Node, inputs: tuple[str, ...], known: dict[str, str]) -> None:
         self._count += 1
+        facts, storages, tensors = self._facts, self._storages, self._tensors
         key = node.name, self._count, inputs, self._phase is Phase.BACKWARD
-        copy, specs = self._facts.remember(key, lambda: self._new_copy(node, inputs))
-        storages = self._storages
+        made = facts.made.get(key)
+        copy, specs = made or facts.remember(key, *self._new_copy(node, inputs))
         for output, spec in zip(node.outputs, specs, strict=True):
             name = spec.name
-            self._tensors[name] = spec
+            tensors[name] = spec
             storages[name] = name if spec.alias is None else storages[spec.alias]
             known[output] = name
         self.nodes.append(copy)
@@ -452,17 +460,16 @@ class Saved:
 def saved_tensors(graph: Graph) -> tuple[Saved, ...]:
     """Return the forward results that backward nodes read, in order of production."""
     found = []
+    is_forward = [node.phase is Phase.FORWARD for node in graph.nodes]
     for i, node in enumerate(graph.nodes):
-        if node.phase is not Phase.FORWARD:
-            continue
-        for name in node.outputs:
+        for name in node.outputs if is_forward[i] else ():
             spec = graph.tensors[name]
             if spec.alias is not None or spec.role is not Role.ACTIVATION:
                 continue
             # By storage: uses of a view count as uses of the viewed tensor.
             uses = graph.reads.get(name, ())
-            forward = [p for p in uses if graph.nodes[p].phase is Phase.FORWARD]
-            backward = [p for p in uses if graph.nodes[p].phase is not Phase.FORWARD]
+            forward = [p for p in uses if is_forward[p]]
+            backward = [p for p in uses if not is_forward[p]]
             if backward:
                 last = forward[-1] if forward else i
                 found.append(Saved(name, spec.nbytes, node, i, last, backward[0]))

@@ -517,7 +517,8 @@ class _Rematerialized:
             touched = self._touches.with_nodes(
                 self.graph, changes.copies, changes.rebound
             )
-        final, uses = in_place_with_uses(self.graph, touched)
+        known = self._touches.known
+        final, uses = in_place_with_uses(self.graph, touched, known)
         return Rewritten(
             graph=final,
             profile=profile_of(final, self._profile),

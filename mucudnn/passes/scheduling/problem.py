@@ -6,6 +6,7 @@ copies.
 """
 
 import itertools
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -90,15 +91,15 @@ class SchedulingProblem:
         whole, n = self.whole, len(self.graph.nodes)
         intervals: list[ResidencyInterval] = []
         behind: list[ResidencyInterval] = []
-        for use in self.moving():
-            storage = use[0]
-            into = behind if storage in late else intervals
+        swaps = self.swaps
+        for storage, use in self.uses.items():
             if storage in moved:
+                into = behind if storage in late else intervals
                 into += moved[storage]
-                continue
-            if storage not in whole:
-                whole[storage] = unsplit(use, n)
-            into.append(whole[storage])
+            elif not use[4] or storage in swaps:  # `use.period`
+                if storage not in whole:
+                    whole[storage] = unsplit(use, n)
+                (behind if storage in late else intervals).append(whole[storage])
         return intervals + behind
 
     def need(self) -> tuple[int, str]:
@@ -130,8 +131,7 @@ class SchedulingProblem:
                 for first, last in in_period(i + 1, j - 1, n):
                     change[first] -= nbytes
                     change[last + 1] += nbytes
-        used = itertools.accumulate(change)
-        return [a + b for a, b in zip(self.scratch(), used, strict=False)]
+        return [*map(operator.add, self.scratch(), itertools.accumulate(change))]
 
     def check(self) -> None:
         """Raise a `PlanningError` if the shortest intervals do not fit."""

@@ -31,6 +31,7 @@ from mucudnn.passes.scheduling.intervals import (
     ResidencyInterval,
     Swaps,
     join,
+    least_occupancy,
     shifted,
     split,
 )
@@ -59,8 +60,9 @@ def adaptive_window(
     }
     problem = replace(problem, swaps=swaps)
     problem.check()
-    intervals = _slide(problem)
-    return intervals, problem.ledger(intervals)
+    resident, scratch = problem.resident(), problem.scratch()
+    intervals = _slide(problem, resident, scratch)
+    return intervals, least_occupancy(intervals, scratch, resident, problem.budget)
 
 
 _UNMET, _AWAITED, _IN, _OUT, _HOST = range(5)
@@ -132,14 +134,16 @@ class _Item:
         return tuple.__new__(ResidencyInterval, fields)
 
 
-def _slide(problem: SchedulingProblem) -> list[ResidencyInterval]:
+def _slide(
+    problem: SchedulingProblem, resident: int, scratch: Sequence[int]
+) -> list[ResidencyInterval]:
     """Slide both windows over the accesses: [tail, begin) and [begin, head).
 
     One loop with local variables: it is the hottest of a search.
     """
     nodes = len(problem.graph.nodes)
-    total = problem.budget - problem.resident()
-    rooms = [total - nbytes for nbytes in problem.scratch()]
+    total = problem.budget - resident
+    rooms = [total - nbytes for nbytes in scratch]
     most = PREFETCH_FACTOR * total
     swaps = problem.swaps
     items = [_Item(use, swaps.get(use[0], ())) for use in problem.moving()]
@@ -396,8 +400,9 @@ def _advance_prefetches(
         if not interval.host_resident:
             want = max(0, want)
         start = occupancy.room_before(start, max(want, earliest[j]), interval.nbytes)
-        occupancy.add(start, interval.start - 1, interval.nbytes)
-        found[j] = interval._replace(start=start)
+        if start < interval.start:
+            occupancy.add(start, interval.start - 1, interval.nbytes)
+            found[j] = interval._replace(start=start)
     return found
 
 

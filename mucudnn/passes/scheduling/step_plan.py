@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from types import MappingProxyType
 
 from mucudnn.ir.conv import ConvPlan
@@ -149,13 +150,6 @@ _ROUNDED = 1 - 1e-9
 """Margin for the rounding of sums in another order."""
 
 
-_IN, _OUT, _WAIT = range(3)
-
-
-_Event = tuple[int, str, float, float]
-"""Kind, storage, time of the copy, and slowdown of compute by the copy (ms)."""
-
-
 @dataclass(frozen=True, slots=True)
 class CountedPlan:
     """A plan with the bytes and the time that its user counts, as pages show it.
@@ -177,10 +171,6 @@ class CountedPlan:
     budget: float
     slowdown: float
     remarks: tuple[str, ...] = ()
-
-
-_Events = Mapping[int, Sequence[_Event]]
-"""Copies started or awaited at each node."""
 
 
 Exchanges = Mapping[int, tuple[float | None, tuple[int, ...]]]
@@ -227,121 +217,88 @@ def step_ms(
         The step's time, or infinity if it is not below the limit.
     """
     times, count = profile.node_ms, len(graph.nodes)
-    names = [node.name for node in graph.nodes]
-    node_ms = [plans[n].time_ms if n in plans else times[n] for n in names]
-    before, behind = _events(intervals, graph, profile)
+    planned = {**times, **{name: plan.time_ms for name, plan in plans.items()}}
+    node_ms = [planned[node.name] for node in graph.nodes]
+    # Even without further waits, the rest takes at least its computation.
+    rest = [*itertools.accumulate(reversed(node_ms), initial=0.0)][::-1]
+    exchanges = exchanges_of(graph, profile)
+    events = _events(intervals, graph, profile, exchanges)
     cyclic = any(i.host_resident and i.stop >= count for i in intervals)
-    left = sum(node_ms) * _ROUNDED
-    clock = _Clock(node_ms, before, behind, exchanges_of(graph, profile))
+    begin = now = out_free = in_free = network_free = 0.0
+    arrived: dict[int, float] = {}  # position of a collective -> end of its transfer
+    left: dict[str, float] = {}  # storage -> end of its last copy to the host
+    done: dict[str, float] = {}  # storage -> end of its last copy
     # Copies of one step delay the next: measure when this has settled.
-    for _ in range(STEPS_BEFORE if cyclic else 0):
-        clock.run(math.inf, 0.0)
-    begin = clock.now
-    # The limit has a margin, as sums in another order round differently.
-    if not clock.run(begin + below / _ROUNDED, left):
-        return math.inf
-    found = (clock.now if cyclic else clock.all_done) - begin
-    return found if found < below else math.inf
-
-
-class _Clock:
-    """Clocks of compute and of both links over successive steps."""
-
-    def __init__(
-        self,
-        node_ms: Sequence[float],
-        before: _Events,
-        behind: _Events,
-        exchanges: Exchanges,
-    ) -> None:
-        self.now = 0.0
-        self._node_ms = node_ms
-        self._before, self._behind = before, behind
-        self._exchanges = exchanges
-        self._out = self._in = self._network = 0.0
-        self._arrived: dict[int, float] = {}
-        self._left: dict[str, float] = {}
-        self._done: dict[str, float] = {}
-
-    @property
-    def all_done(self) -> float:
-        """Time at which compute and all copies are done."""
-        return max(self.now, self._out, self._in, self._network)
-
-    def run(self, limit: float, left: float) -> bool:
-        """Simulate one step; stop early if it cannot end before a limit.
-
-        Returns:
-            Whether the step was simulated to its end.
-        """
-        before, behind, exchanges = self._before, self._behind, self._exchanges
-        for i, ms in enumerate(self._node_ms):
-            if i in before:
-                self._process(before[i])
-                # Even without further waits, the rest takes at least its computation.
-                if self.now + left > limit:
-                    return False
-            if i in exchanges:
-                self._exchange(i, *exchanges[i])
-            self.now += ms
-            left -= ms
-            if i in behind:
-                self._process(behind[i])
-        return True
-
-    def _exchange(self, i: int, ms: float | None, awaited: Sequence[int]) -> None:
-        ready = max((self._arrived.get(a, 0.0) for a in awaited), default=0.0)
-        if ms is None:
-            self.now = max(self.now, ready)
-        else:
-            self._arrived[i] = self._network = max(self.now, ready, self._network) + ms
-
-    def _process(self, events: Sequence[_Event]) -> None:
-        done = self._done
-        for kind, name, ms, lost in events:
+    for steps_left in reversed(range(STEPS_BEFORE + 1 if cyclic else 1)):
+        begin, at = now, 0
+        # The limit has a margin, as sums in another order round differently.
+        limit = math.inf if steps_left else begin + below / _ROUNDED
+        for position, kind, name, ms, lost in events:
+            if position > at:
+                for own_ms in node_ms[at:position]:
+                    now += own_ms
+                at = position
+                if now + rest[at] * _ROUNDED > limit:
+                    return math.inf
             if kind == _WAIT:
-                if name in done and done[name] > self.now:
-                    self.now = done[name]
+                end = done.get(name, 0.0)
+                if end > now:
+                    now = end
             elif kind == _IN:
-                start = max(self.now, self._in, self._left.get(name, 0.0))
-                done[name] = self._in = start + ms
-                self.now += lost
+                done[name] = in_free = max(now, in_free, left.get(name, 0.0)) + ms
+                now += lost
+            elif kind == _OUT:
+                out_free = (now if now > out_free else out_free) + ms
+                done[name] = left[name] = out_free
+                now += lost
             else:
-                start = max(self.now, self._out, 0.0)
-                done[name] = self._left[name] = self._out = start + ms
-                self.now += lost
+                own, awaited = exchanges[position]
+                ready = max((arrived.get(a, 0.0) for a in awaited), default=0.0)
+                if own is None:
+                    now = max(now, ready)
+                else:
+                    network_free = max(now, ready, network_free) + own
+                    arrived[position] = network_free
+        for own_ms in node_ms[at:]:
+            now += own_ms
+    end = now if cyclic else max(now, out_free, in_free, network_free)
+    return end - begin if end - begin < below else math.inf
+
+
+_IN, _OUT, _WAIT, _EXCHANGE = range(4)
+
+
+_Event = tuple[int, int, str, float, float]
+"""Number of nodes before, kind, storage, time of the copy, and slowdown of compute by
+the copy (ms)."""
 
 
 def _events(
-    intervals: Sequence[ResidencyInterval], graph: Graph, profile: Profile
-) -> tuple[_Events, _Events]:
-    """Return the events before and after each node, in the program's order."""
-    arrivals: dict[int, list[_Event]] = {}
-    waits: dict[int, list[_Event]] = {}
-    copies: dict[int, list[_Event]] = {}
-    departures: dict[int, list[_Event]] = {}
-    count, slowdown = len(graph.nodes), profile.copy_slowdown_ms
-    for i in intervals:
-        if not (i.copied_in or i.copied_out):
-            continue
-        name = i.storage
-        nbytes = graph.tensors[name].nbytes
-        if i.copied_in:
-            ms = nbytes / profile.in_bytes_per_ms
-            event = (_IN, name, ms, slowdown(ms))
-            arrivals.setdefault(i.start, []).append(event)
-            waits.setdefault(i.needed % count, []).append((_WAIT, name, 0.0, 0.0))
-        if i.copied_out:
-            ms = nbytes / profile.out_bytes_per_ms
-            event = (_OUT, name, ms, slowdown(ms))
-            copies.setdefault(i.last % count, []).append(event)
-            end = i.stop % count if i.host_resident else i.stop
-            departures.setdefault(end, []).append((_WAIT, name, 0.0, 0.0))
-    # As in `emit`: prefetches before waits, offloads before waits.
-    for first, second in ((arrivals, waits), (copies, departures)):
-        for at, events in second.items():
-            first.setdefault(at, []).extend(events)
-    return arrivals, copies
+    intervals: Sequence[ResidencyInterval],
+    graph: Graph,
+    profile: Profile,
+    exchanges: Exchanges,
+) -> list[_Event]:
+    """Return the events between nodes, in the program's order."""
+    arrivals: list[_Event] = []
+    waits: list[_Event] = []
+    copies: list[_Event] = []
+    departures: list[_Event] = []
+    count, tensors, slowdown = len(graph.nodes), graph.tensors, profile.copy_slowdown_ms
+    for name, _, start, stop, needed, last, comes, leaves, _, hosted in intervals:
+        if comes:
+            ms = tensors[name].nbytes / profile.in_bytes_per_ms
+            arrivals.append((start, _IN, name, ms, slowdown(ms)))
+            waits.append((needed % count, _WAIT, name, 0.0, 0.0))
+        if leaves:
+            ms = tensors[name].nbytes / profile.out_bytes_per_ms
+            copies.append((last % count + 1, _OUT, name, ms, slowdown(ms)))
+            end = stop % count if hosted else stop
+            departures.append((end + 1, _WAIT, name, 0.0, 0.0))
+    network = ((position, _EXCHANGE, "", 0.0, 0.0) for position in exchanges)
+    # As in `emit`: offloads before waits, and both before the next node's prefetches.
+    order = [*copies, *departures, *arrivals, *waits, *network]
+    return sorted(order, key=itemgetter(0))
 
 
 # Timeline of device memory over a simulated step.
