@@ -5,17 +5,9 @@ from typing import Any
 import click
 import cloup
 
+from mucudnn.cli import options as opt
 from mucudnn.cli.app import BadInputError
 from mucudnn.cli.layers import complete_source, layer_names, layer_options, layers_of
-from mucudnn.cli.options import (
-    completing,
-    json_option,
-    limit_options,
-    make_tuner,
-    measuring_options,
-    section,
-    workspace_option,
-)
 from mucudnn.cli.output import emit
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.progress import LayerWords, progress_display
@@ -34,12 +26,15 @@ from mucudnn.suites import Layer
     shell_complete=complete_source,
 )
 @click.argument(
-    "name", metavar="[LAYER]", required=False, shell_complete=completing(layer_names)
+    "name",
+    metavar="[LAYER]",
+    required=False,
+    shell_complete=opt.completing(layer_names),
 )
 @layer_options(default_directions="forward")
-@section("Limits", workspace_option, limit_options)
-@section("How", measuring_options)
-@section("Output", json_option)
+@opt.section("Limits", opt.workspace_option, opt.limit_options)
+@opt.section("How", opt.measuring_options)
+@opt.section("Output", opt.json_option)
 def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     """Plan a layer of a suite (its name or number), or a problem, and explain why."""
     found = layers_of(() if source is None else (source,), settings)
@@ -51,7 +46,7 @@ def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
     share = None if limit_s is None else limit_s / len(asked)
     with progress_display(len(asked), limit_s=limit_s) as display:
         shown = LayerWords(display)
-        tuner = make_tuner(settings, progress=shown.measured)
+        tuner = opt.make_tuner(settings, progress=shown.measured)
         with tuner.cache:
             for i, layer in enumerate(asked):
                 shown.begin(layer, i, len(asked))

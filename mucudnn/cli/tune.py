@@ -8,23 +8,9 @@ from typing import Any
 import click
 import cloup
 
+from mucudnn.cli import options as opt
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.layers import complete_source, layer_options, layers_of, title_of
-from mucudnn.cli.options import (
-    byte_size,
-    byte_sizes,
-    completing_files,
-    count,
-    file_option,
-    flag,
-    json_option,
-    limit_options,
-    make_tuner,
-    measuring_options,
-    option,
-    report_option,
-    section,
-)
 from mucudnn.cli.output import (
     Record,
     emit,
@@ -63,60 +49,60 @@ _MOST_WORKERS = 256
     "sources", metavar="[SUITE | FILE.csv]...", nargs=-1, shell_complete=complete_source
 )
 @layer_options(default_directions="all")
-@section(
+@opt.section(
     "Limits",
-    option(
+    opt.option(
         "--workspace-limit SIZE,…",
         "Workspace of a convolution; several limits are compared one by one.",
-        byte_sizes,
+        opt.byte_sizes,
         name="limits",
     ),
-    option(
+    opt.option(
         "--total-workspace SIZE",
         "Also divide this workspace among all convolutions.",
-        byte_size,
+        opt.byte_size,
     ),
-    limit_options,
+    opt.limit_options,
 )
-@section(
+@opt.section(
     "How",
-    measuring_options,
-    option(
+    opt.measuring_options,
+    opt.option(
         "--workers N",
         "Measure in N processes at once. They share this machine's cores, so use this "
         "with other devices or recordings.",
-        count(1, _MOST_WORKERS),
+        opt.count(1, _MOST_WORKERS),
     ),
 )
-@section(
+@opt.section(
     "Without measuring",
-    flag("--plan-only", "Measure nothing: list all algorithms and those that fit."),
-    option(
+    opt.flag("--plan-only", "Measure nothing: list all algorithms and those that fit."),
+    opt.option(
         "--device FILE|NAME",
         "With --plan-only and --backend cuda: use a description of a device.",
-        complete=completing_files,
+        complete=opt.completing_files,
     ),
 )
-@section(
+@opt.section(
     "Output",
-    option(
+    opt.option(
         "--format",
         "Format of the printed results.",
         click.Choice(["table", "deepbench"]),
         default="table",
         name="style",
     ),
-    json_option,
-    report_option,
-    file_option(
+    opt.json_option,
+    opt.report_option,
+    opt.file_option(
         "record",
         "Write all measurements, for --backend recorded:FILE; .gz is compressed. "
         "Slow algorithms are then measured, too.",
         recording_file,
     ),
-    flag("--verbose -v", "Print a line per layer outside a terminal."),
+    opt.flag("--verbose -v", "Print a line per layer outside a terminal."),
 )
-@flag("--list listing", "List the suites.")
+@opt.flag("--list listing", "List the suites.")
 @click.pass_context
 def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> None:
     """Measure convolutions, split their mini-batches, compare with undivided calls.
@@ -137,7 +123,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
     if settings["plan_only"]:
         refuse_measuring(settings)
         alone: Any = {"benchmark_backends": (), "total_workspace": None}
-        tuner = make_tuner(settings | {"cache_path": "none"}, **alone)
+        tuner = opt.make_tuner(settings | {"cache_path": "none"}, **alone)
         take_survey(ctx, tuner, layers, settings, title_of(sources, settings))
         return
     if device is not None:
@@ -193,7 +179,7 @@ def _compare(
         if settings["record_file"] is not None and settings["batch_policy"] != "all":
             # A replay cannot add algorithms, so measure every one.
             settings = {**settings, "exhaustive": True}
-        tuner = make_tuner(settings, progress=shown.measured, executor=pool)
+        tuner = opt.make_tuner(settings, progress=shown.measured, executor=pool)
         with tuner.cache, recording(tuner, layers, settings["record_file"]) as record:
             try:
                 comparison = compare(
