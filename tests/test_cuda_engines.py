@@ -22,7 +22,7 @@ from mucudnn.backends.cuda.conv.graph_api import (
     operation_graph,
     parse_engine_name,
 )
-from mucudnn.backends.cuda.kernels.source import Program, compiler_options
+from mucudnn.backends.cuda.kernels.launch import Program, compiler_options
 from mucudnn.backends.cuda.libcudnn import Attribute, AttributeType
 from mucudnn.errors import BackendUnavailableError, MucudnnError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction

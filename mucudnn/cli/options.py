@@ -443,9 +443,7 @@ measuring_options = group(
         callback=_apply_old_policy,
     ),
     strategy(
-        "--planner",
-        "Micro-batch planner; workspace_reuse by default.",
-        table(PLANNERS),
+        "--planner", "Micro-batch planner; workspace_reuse by default.", table(PLANNERS)
     ),
     option(
         "--numerics WORD,…",

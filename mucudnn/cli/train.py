@@ -37,10 +37,7 @@ if TYPE_CHECKING:
     from mucudnn.cli.train_data import Work
     from mucudnn.passes.placement.layout import PlacedStep
     from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
-    from mucudnn.runtime.training.history import (
-        EpochReport,
-        Position,
-    )
+    from mucudnn.runtime.training.history import EpochReport, Position
     from mucudnn.runtime.training.loop import Between, Handover
     from mucudnn.runtime.training.trainer import Trainer
 

@@ -21,11 +21,7 @@ from mucudnn.cli.output import (
 )
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.progress import LayerWords, progress_display
-from mucudnn.report.text import (
-    check_deepbench,
-    comparison_tables,
-    deepbench_tables,
-)
+from mucudnn.report.text import check_deepbench, comparison_tables, deepbench_tables
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.runtime.tuning.workers import process_pool
 from mucudnn.studies.algorithms import survey_algorithms

@@ -96,10 +96,7 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "cudnnSetConvolutionGroupCount": (_INT, (_PTR, _INT)),
     "cudnnSetConvolutionMathType": (_INT, (_PTR, _INT)),
-    "cudnnGetConvolutionNdForwardOutputDim": (
-        _INT,
-        (_PTR, _PTR, _PTR, _INT, _INTS),
-    ),
+    "cudnnGetConvolutionNdForwardOutputDim": (_INT, (_PTR, _PTR, _PTR, _INT, _INTS)),
     **{
         name.format(direction): (_INT, arguments)
         for direction in ("Forward", "BackwardData", "BackwardFilter")
@@ -124,10 +121,7 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
         _INT,
         (*_NORM, *[_PTR] * 7, _DOUBLE, _PTR, _PTR, _DOUBLE, _PTR, _PTR),
     ),
-    "cudnnBatchNormalizationForwardInference": (
-        _INT,
-        (*_NORM, *[_PTR] * 9, _DOUBLE),
-    ),
+    "cudnnBatchNormalizationForwardInference": (_INT, (*_NORM, *[_PTR] * 9, _DOUBLE)),
     "cudnnBatchNormalizationBackward": (
         _INT,
         (*_NORM, *[_PTR] * 12, _DOUBLE, _PTR, _PTR),

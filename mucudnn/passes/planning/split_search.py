@@ -18,7 +18,6 @@ from mucudnn.passes.planning.climbing import (
     changes_of,
     try_changes,
 )
-from mucudnn.passes.planning.collection import gc_relaxed
 from mucudnn.passes.planning.cutting import (
     AUTO,
     BATCH,
@@ -46,6 +45,7 @@ from mucudnn.passes.residency.candidates import (
     alike_changes,
 )
 from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.processes import gc_relaxed
 
 _HARDLY_SLOWER = 1.01
 """Factor on the fastest candidate within which slices are improved. Their start has all

@@ -24,6 +24,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from mucudnn.errors import MucudnnError, UnsupportedError
+from mucudnn.processes import uninterrupted
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults, StepFakes
 from mucudnn.torch.capture.known_values import Known, KnownShapes
@@ -67,7 +68,6 @@ from mucudnn.torch.distributed.sharding import (
 )
 from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.internals import without_wrapped_functions
-from mucudnn.torch.interrupts import uninterrupted
 from mucudnn.torch.source_lines import storage_of
 
 Gradients = dict[str, torch.Tensor | None]

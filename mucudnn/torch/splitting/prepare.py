@@ -163,10 +163,7 @@ class FillsAndLosses(GraphRewriter):
 
 
 def _label_count(
-    labels: torch.Tensor,
-    weights: torch.Tensor | None,
-    ignored: int,
-    dtype: torch.dtype,
+    labels: torch.Tensor, weights: torch.Tensor | None, ignored: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the number of labels that are not ignored, or the sum of their weights."""
     counts = labels != ignored
