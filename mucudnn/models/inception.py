@@ -66,7 +66,7 @@ def _side_head(g: GraphBuilder, x: str, classes: int) -> str:
     return g.linear(g.dropout(g.relu(x), 0.7), classes, initializer=_START)
 
 
-def _body(
+def _googlenet_body(
     g: GraphBuilder, x: str, classes: int, *, side_heads: bool
 ) -> tuple[str, ...]:
     x = g.max_pool(_conv(g, x, 64, 7, 2), 3, 2, ceil_mode=True)
@@ -85,10 +85,10 @@ def _body(
     return (g.linear(x, classes, initializer=_START), *sides)
 
 
-googlenet = Model(partial(_body, side_heads=True), (3, 224, 224), 1000, 0.3)
+googlenet = Model(partial(_googlenet_body, side_heads=True), (3, 224, 224), 1000, 0.3)
 """With its side heads while training: 13 378 280 parameters, 6 998 552 without."""
 
-googlenet_plain = Model(partial(_body, side_heads=False), (3, 224, 224), 1000)
+googlenet_plain = Model(partial(_googlenet_body, side_heads=False), (3, 224, 224), 1000)
 """Never with side heads."""
 
 
@@ -190,7 +190,7 @@ def _inception_c(g: GraphBuilder, x: str) -> str:
     return g.concat(branches)
 
 
-def _body(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
+def _v4_body(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
     stages = (
         (_inception_a, 4),
         (_reduction_a, 1),
@@ -208,5 +208,5 @@ def _body(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
     return (g.linear(x, classes),)
 
 
-inception_v4 = Model(_body, (3, 299, 299), 1000)
+inception_v4 = Model(_v4_body, (3, 299, 299), 1000)
 """42 679 816 parameters."""
