@@ -432,9 +432,10 @@ def _knobs(config):
 def decoded(graph):
     """The convolution that a finalized operation graph describes, and what follows."""
     operation, *behind = graph.values[At.OPERATIONGRAPH_OPS]
-    direction, prefix, names = next(
-        (d, *rest) for d, (kind, *rest) in NODES.items() if kind == operation.kind
+    direction, names = next(
+        (d, names) for d, (kind, names) in NODES.items() if kind == operation.kind
     )
+    prefix = operation.kind.name.replace("BACKWARD", "BWD")
     convolution = operation.values[At[f"{prefix}_CONV_DESC"]][0].values
     found = {
         name: operation.values[At[f"{prefix}_{own}"]][0]
