@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mucudnn.backends.cuda.libcudnn import (
-    Attribute,
+    ATTRIBUTES,
     AttributeType,
     ConvolutionMode,
     Cudnn,
@@ -113,8 +113,8 @@ class Descriptor:
         self._calls.call("cudnnBackendGetAttribute", *arguments)
         return count.value
 
-    def _attribute(self, name: str) -> Attribute:
-        return Attribute[f"{self._prefix}_{name}"]
+    def _attribute(self, name: str) -> int:
+        return ATTRIBUTES[f"{self._prefix}_{name}"]
 
 
 _KINDS: Mapping[object, AttributeType] = {

@@ -5,6 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import (
@@ -319,7 +320,7 @@ def operation_graph(
     calls, problem = session.calls, as_planar(problem)
     shapes = {"x": problem.x_shape, "w": problem.w_shape, "y": problem.y_shape}
     tensors = [
-        _tensor(calls, problem, UIDS[name], shape, alignment)
+        _tensor(calls, problem, alignment, UIDS[name], shape)
         for name, shape in shapes.items()
     ]
     node = _convolution(calls, problem, tensors, 1.0 if accumulate else 0.0)
@@ -338,19 +339,14 @@ def bias_relu_graph(
     calls, problem = session.calls, as_planar(problem)
     wide, y = compute_type(problem), problem.y_shape
 
-    def stored(name: str, shape: tuple[int, ...]) -> Descriptor:
-        return _tensor(calls, problem, UIDS[name], shape, alignment)
-
-    product, total = (
-        _tensor(calls, problem, uid, y, alignment, wide) for uid in (_PRODUCT, _SUM)
-    )
-    of_channels = 1, y[1], *(1 for _ in y[2:])
-    b = _tensor(calls, problem, BIAS_UID, of_channels, alignment, DATA_TYPES[bias])
-    tensors = stored("x", problem.x_shape), stored("w", problem.w_shape), product
-    node = _convolution(calls, problem, tensors, 0.0)
-    mode = PointwiseMode
-    plus = _pointwise(calls, wide, mode.ADD, (product, b), total)
-    relu = _pointwise(calls, wide, mode.RELU_FWD, (total,), stored("y", y))
+    tensor = partial(_tensor, calls, problem, alignment)
+    product, total = (tensor(uid, y, wide) for uid in (_PRODUCT, _SUM))
+    b = tensor(BIAS_UID, (1, y[1], *(1 for _ in y[2:])), DATA_TYPES[bias])
+    x, w = tensor(UIDS["x"], problem.x_shape), tensor(UIDS["w"], problem.w_shape)
+    node = _convolution(calls, problem, (x, w, product), 0.0)
+    plus = _pointwise(calls, wide, PointwiseMode.ADD, (product, b), total)
+    result = tensor(UIDS["y"], y)
+    relu = _pointwise(calls, wide, PointwiseMode.RELU_FWD, (total,), result)
     return _graph_of(session, [node, plus, relu])
 
 
@@ -386,9 +382,9 @@ def _convolution(
 def _tensor(
     calls: Cudnn,
     problem: ConvProblem,
+    alignment: int,
     uid: int,
     shape: tuple[int, ...],
-    alignment: int,
     data_type: DataType | None = None,
 ) -> Descriptor:
     """Return the finalized descriptor of a dense tensor (N, C, *spatial).
