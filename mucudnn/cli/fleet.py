@@ -39,10 +39,9 @@ def _parse_batches(text: str) -> tuple[int, int | None]:
 @opt.section(
     "What",
     opt.option(
-        "--batch N",
+        "--batch N = 256",
         "Samples of a step on all devices together; 128-512 finds the best of a range.",
         _parse_batches,
-        default="256",
     ),
     opt.option(
         "--devices NAME,…",
@@ -56,22 +55,18 @@ def _parse_batches(text: str) -> tuple[int, int | None]:
 @opt.section(
     "How",
     opt.option(
-        "--at-least N",
+        "--at-least N = 0",
         "Minimum samples of each device; with 0, slow devices may be left out.",
         opt.count(0, opt.MOST_IMAGES),
-        default=0,
     ),
     opt.option(
         "--link SIZE",
         "One-way bytes per second of the slowest link; by default that of the slowest "
         "device to its host.",
-        opt.byte_size,
     ),
     opt.option("--all-reduce MS", "Time of the all-reduce of gradients.", opt.real()),
     opt.option(
-        "--memory SIZE",
-        "Memory of a step on each device, if less than the device has.",
-        opt.byte_size,
+        "--memory SIZE", "Memory of a step on each device, if less than the device has."
     ),
     opt.flag(
         "--planned",

@@ -100,7 +100,6 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         "estimates for the convolutions they cover. Repeatable.",
         repeatable=True,
         name="recordings",
-        complete=opt.completing_files,
     ),
 )
 @opt.section(
@@ -109,7 +108,6 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
         "--budget SIZE",
         "Memory for everything; by default that of the device, with a curve of smaller "
         "budgets.",
-        opt.byte_size,
     ),
     opt.flag("--curve", "Also plan for several smaller budgets when one is given."),
     opt.flag(

@@ -80,34 +80,28 @@ def _parse_budget(text: str) -> Any:
 data_options = opt.section(
     "What",
     opt.option(
-        "--data NAME",
+        "--data NAME = synthetic",
         "digits, mnist:DIR, cifar10:DIR, cifar100:DIR, folder:DIR, arrays:DIR or "
         "synthetic[:length=N,classes=N,noise=X].",
-        default="synthetic",
         complete=opt.completing(
             lambda _: importlib.import_module("mucudnn.data").FORMATS
         ),
     ),
-    opt.option(
-        "--batch N", "Images in a step.", opt.count(1, opt.MOST_IMAGES), default=32
-    ),
+    opt.option("--batch N = 32", "Images in a step.", opt.count(1, opt.MOST_IMAGES)),
     opt.image_option,
     opt.option(
         "--classes N", "Number of classes; by default the data set's.", opt.count(2)
     ),
     opt.flag("--augment", "Shift and mirror training images at random."),
     opt.option(
-        "--dtype",
-        "Data type of weights and activations.",
-        click.Choice(["float32", "float64"]),
-        default="float32",
+        "--dtype [float32|float64] = float32", "Data type of weights and activations."
     ),
 )
 """Options for data and its shape."""
 
 learning_options = opt.section(
     "Learning",
-    opt.option("--epochs N", "Passes over the data.", opt.count(), default=10),
+    opt.option("--epochs N = 10", "Passes over the data.", opt.count()),
     opt.option("--steps N", "Stop after so many steps.", opt.count()),
     opt.optimizer_option,
     opt.option(
@@ -116,10 +110,9 @@ learning_options = opt.section(
         opt.real(0, _MOST_REAL, beyond=True),
     ),
     opt.option(
-        "--lr-schedule NAME",
+        "--lr-schedule NAME = cosine",
         "Decay of the rate: constant, cosine, or step:30,60,90 at those epochs.",
         _check_schedule,
-        default="cosine",
     ),
     opt.option(
         "--warmup STEPS",
@@ -139,10 +132,9 @@ learning_options = opt.section(
         opt.real(0, _MOST_REAL),
     ),
     opt.option(
-        "--seed N",
+        "--seed N = 0",
         "Seed of weights, order, dropout and augmentation.",
         opt.count(0, LARGEST),
-        default=0,
     ),
 )
 """Options for the optimizer and its schedule."""
@@ -165,12 +157,10 @@ budget_options = opt.section(
     ),
     opt.strategy("--scheduler", "With --budget: when copies run.", opt.schedulers),
     opt.option(
-        "--convolutions",
+        "--convolutions [dynamic|fixed|fastest|least] = dynamic",
         "With --budget: plan each convolution for the free workspace (dynamic), as "
         "without a budget, with the same bits (fixed), with the fastest algorithm, or "
         "with the least workspace.",
-        click.Choice(["dynamic", "fixed", "fastest", "least"]),
-        default="dynamic",
     ),
     opt.option(
         "--disk DIR",
@@ -193,41 +183,34 @@ run_options = opt.section(
     ),
     opt.order_option,
     opt.option(
-        "--update-when",
+        "--update-when [early|late] = early",
         "Update each weight as early as possible, or all at the end of a step.",
-        click.Choice(["early", "late"]),
-        default="early",
     ),
     opt.placement_option,
     opt.layout_option,
     opt.flag("--no-fuse", "Run each operation as a separate kernel."),
     opt.flag("--replay", "Replay the launches of a step as CUDA graphs."),
     opt.option(
-        "--accumulate PARTS",
+        "--accumulate PARTS = 1",
         "Compute each batch in PARTS parts, and sum their gradients.",
         opt.count(),
-        default=1,
     ),
     opt.option(
-        "--split PARTS",
+        "--split PARTS = none",
         "Run a step in micro-batches to need less memory: none, the number of parts "
         "of its largest layers, or, with --budget, auto; or in spatial tiles: "
         "height:4 for four, or, with --budget, height.",
         opt.split_of,
-        default="none",
     ),
     opt.option(
-        "--shares N,…",
+        "--shares N,… = auto",
         "Under mpiexec, images per process in each batch, or in each of its parts: "
         "auto, by measured step times; equal; or numbers.",
         parse_shares,
-        default="auto",
     ),
     opt.option(
-        "--batch-norm",
+        "--batch-norm [per_rank|synchronised] = per_rank",
         "Under mpiexec, use statistics of each process's own images, or of all.",
-        click.Choice(["per_rank", "synchronised"]),
-        default="per_rank",
     ),
     opt.cache_option,
 )
@@ -245,7 +228,6 @@ output_options = opt.section(
         "Write a line for every step, test and epoch immediately: FILE.csv, or "
         "FILE.jsonl for a line of JSON each.",
         log_file,
-        complete=opt.completing_files,
     ),
     opt.option(
         "--tensorboard DIR",

@@ -54,9 +54,7 @@ _MOST_WORKERS = 256
         name="limits",
     ),
     opt.option(
-        "--total-workspace SIZE",
-        "Also divide this workspace among all convolutions.",
-        opt.byte_size,
+        "--total-workspace SIZE", "Also divide this workspace among all convolutions."
     ),
     opt.limit_options,
 )
@@ -76,16 +74,13 @@ _MOST_WORKERS = 256
     opt.option(
         "--device FILE|NAME",
         "With --plan-only and --backend cuda: use a description of a device.",
-        complete=opt.completing_files,
     ),
 )
 @opt.section(
     "Output",
     opt.option(
-        "--format",
+        "--format [table|deepbench] = table",
         "Format of the printed results.",
-        click.Choice(["table", "deepbench"]),
-        default="table",
         name="style",
     ),
     opt.json_option,
