@@ -1,4 +1,4 @@
-"""`mucudnn tune`: planned against undivided; with `--plan-only`, a survey."""
+"""`mucudnn tune`: planned against undivided, or a survey; `explain`: why a plan."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -10,7 +10,13 @@ import cloup
 
 from mucudnn.cli import options as opt
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.layers import complete_source, layer_options, layers_of, title_of
+from mucudnn.cli.layers import (
+    complete_source,
+    layer_names,
+    layer_options,
+    layers_of,
+    title_of,
+)
 from mucudnn.cli.output import (
     Record,
     emit,
@@ -21,7 +27,14 @@ from mucudnn.cli.output import (
 )
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.progress import LayerWords, progress_display
-from mucudnn.report.text import check_deepbench, comparison_tables, deepbench_tables
+from mucudnn.codecs import encode_fields
+from mucudnn.report.text import (
+    DIRECTIONS,
+    check_deepbench,
+    comparison_tables,
+    deepbench_tables,
+    problem_text,
+)
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.runtime.tuning.workers import process_pool
 from mucudnn.studies.algorithms import survey_algorithms
@@ -253,3 +266,79 @@ def take_survey(
     publish(settings, found, survey_tables, lambda found: survey_report(found, title))
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
+
+
+# The reasons for a convolution's plan.
+
+
+@cloup.command()
+@import_option
+@click.argument(
+    "source",
+    metavar="[SUITE | FILE.csv]",
+    required=False,
+    shell_complete=complete_source,
+)
+@click.argument(
+    "name",
+    metavar="[LAYER]",
+    required=False,
+    shell_complete=opt.completing(layer_names),
+)
+@layer_options(default_directions="forward")
+@opt.section("Limits", opt.workspace_option, opt.limit_options)
+@opt.section("How", opt.measuring_options)
+@opt.section("Output", opt.json_option)
+def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
+    """Plan a layer of a suite (its name or number), or a problem, and explain why."""
+    found = layers_of(() if source is None else (source,), settings)
+    layers = found if name is None else (_find_layer(found, name),)
+    plans = []
+    asked = in_directions(layers, settings["directions"])
+    # Every convolution gets an equal share of the time limit.
+    limit_s = settings["time_limit"]
+    share = None if limit_s is None else limit_s / len(asked)
+    with progress_display(len(asked), limit_s=limit_s) as display:
+        shown = LayerWords(display)
+        tuner = opt.make_tuner(settings, progress=shown.measured)
+        with tuner.cache:
+            for i, layer in enumerate(asked):
+                shown.begin(layer, i, len(asked))
+                tuner.measure(layer.problem, time_limit_s=share)
+                (plan,) = tuner.plan([layer.problem])
+                plans.append((layer, plan, tuner.explain(plan)))
+
+    def show() -> None:
+        for layer, _, text in plans:
+            way = DIRECTIONS[layer.problem.direction]
+            click.echo(f"{layer.name}, {way}: {problem_text(layer.problem)}")
+            click.echo(f"{text.rstrip()}\n")
+
+    data = {
+        "backend": tuner.backend.name,
+        "fingerprint": tuner.backend.device.fingerprint,
+        "numerics": tuner.numerics.words,
+        "workspace_limit": tuner.workspace_limit,
+        "layers": [
+            {
+                "name": layer.name,
+                "direction": layer.problem.direction.value,
+                "plan": encode_fields(plan),
+                "text": text,
+            }
+            for layer, plan, text in plans
+        ],
+    }
+    emit(settings["json_file"], data, show)
+
+
+def _find_layer(layers: tuple[Layer, ...], name: str) -> Layer:
+    by_number = {str(i): layer for i, layer in enumerate(layers, start=1)}
+    by_name = {layer.name: layer for layer in layers}
+    layer = by_name.get(name) or by_number.get(name)
+    if layer is None:
+        raise BadInputError(
+            f"no layer {name!r}; choose a number from 1 to {len(layers)} or one of: "
+            f"{', '.join(by_name)}"
+        )
+    return layer
