@@ -11,23 +11,12 @@ import click
 import cloup
 from click.core import ParameterSource
 
+from mucudnn.cli import train_options
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
 from mucudnn.cli.options import listing_option, make_tuner, model_argument
 from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
 from mucudnn.cli.own_code import import_option, list_models
 from mucudnn.cli.progress import Remaining, Show, TrainingWords, progress_display
-from mucudnn.cli.train_options import (
-    budget_options,
-    data_options,
-    learning_options,
-    optimizer_of,
-    output_options,
-    run_options,
-    step_arguments,
-    total_steps,
-    train_log,
-    words_of,
-)
 from mucudnn.cli.train_ranks import Group, group_of, own_settings, step_point
 from mucudnn.ir.fleet import StepPoint
 from mucudnn.ir.optimizers import parse_learning_rate
@@ -59,11 +48,11 @@ class _MultiProcessCommand(cloup.Command):
 @cloup.command(cls=_MultiProcessCommand)
 @import_option
 @model_argument
-@data_options
-@learning_options
-@budget_options
-@run_options
-@output_options
+@train_options.data_options
+@train_options.learning_options
+@train_options.budget_options
+@train_options.run_options
+@train_options.output_options
 @listing_option
 @click.pass_context
 def train(
@@ -130,8 +119,8 @@ class _Training:
         with self._display(1) as show:
             show("reading the data", 0, 1)
             self._work = self._own_work(show)
-        self._optimizer = optimizer_of(settings)
-        self._words = words_of(self._work, self._optimizer, settings)
+        self._optimizer = train_options.optimizer_of(settings)
+        self._words = train_options.words_of(self._work, self._optimizer, settings)
         self._checkpoints, self._resume = self._open_checkpoints()
         self._reports: dict[int, EpochReport] = {}
         self._ranks: Sequence[RankResult] = ()
@@ -160,7 +149,7 @@ class _Training:
         epochs, batches = settings["epochs"], len(work.batches)
         quiet = quiet or not self.leads
         with self._display(batches, titled=True) as show:
-            total = total_steps(work, settings)
+            total = train_options.total_steps(work, settings)
             shown = TrainingWords(show, epochs, batches, steps=total, quiet=quiet)
 
             # Reports are noted as they come: `fit` returns none if Ctrl-C ends it.
@@ -170,7 +159,7 @@ class _Training:
                 shown(at, report)
 
             with (
-                train_log(settings, self._resume, shown.show_test)
+                train_options.train_log(settings, self._resume, shown.show_test)
                 if self.leads  # one process logs for all
                 else nullcontext()
             ) as log:
@@ -288,7 +277,7 @@ class _Training:
         known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
         if self._resume is not None:
             recall_races(self._resume, tuner)
-        total = total_steps(work, settings)
+        total = train_options.total_steps(work, settings)
         with bad_input(), tuner.cache:
             rate = parse_learning_rate(
                 settings["lr_schedule"],
@@ -311,7 +300,7 @@ class _Training:
                 replay=settings["replay"],
                 together=None if self._group is None else self._group.together,
                 batch_norm=settings["batch_norm"],
-                **step_arguments(settings, tuner.backend.device),
+                **train_options.step_arguments(settings, tuner.backend.device),
             )
 
 
