@@ -112,9 +112,7 @@ def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
     node = closest.node or error.node
     if node is None:
         return PlanningError(
-            f"{error}; {remedy}",
-            short_by=least - refused,
-            least_bytes=least,
+            f"{error}; {remedy}", short_by=least - refused, least_bytes=least
         )
     return budget_error(node, least, request.budget, remedy)
 

@@ -37,12 +37,7 @@ from mucudnn.torch.capture.op_overrides import (
     uncompiled,
 )
 from mucudnn.torch.capture.optimizers import StateKey, UpdateNotRecordedError, swapped
-from mucudnn.torch.capture.python_state import (
-    Read,
-    containers_in,
-    contents_of,
-    is_same,
-)
+from mucudnn.torch.capture.python_state import Read, containers_in, contents_of, is_same
 from mucudnn.torch.capture.reads import Effect, ReadRecorder, Reads, UnsoundCaptureError
 from mucudnn.torch.capture.refusals import (
     RefusedOperations,
@@ -401,11 +396,7 @@ class _Tracer:
                     self.recorder.lasts_one_run("it is given tensors with attributes")
             held = {**leaves, **buffers}
             held |= {f"tensor {i} of the batch": t for i, t in enumerate(batch)}
-            with (
-                _attributes_kept(held),
-                _recurrent_lists_kept(self.root),
-                modules,
-            ):
+            with _attributes_kept(held), _recurrent_lists_kept(self.root), modules:
                 loss, gradients = self._passes(leaves, batch, scale)
                 self._keep(buffers)
             self.recorder.in_update = True

@@ -284,10 +284,7 @@ class Halves:
 
 
 def bind_halves(
-    lowered: Lowered,
-    schedule: Schedule,
-    count: Count,
-    tiers: Copies | None = None,
+    lowered: Lowered, schedule: Schedule, count: Count, tiers: Copies | None = None
 ) -> Halves:
     """Compile a joint graph's schedule in two halves, cut behind the forward nodes."""
     cut = _cut(schedule)
