@@ -105,10 +105,8 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
                 devices,
                 most=most,
                 link=Link(settings["link"] or None, settings["all_reduce"]),
-                at_least=settings["at_least"],
-                memory=settings["memory"],
-                planned=settings["planned"],
                 progress=show,
+                **opt.chosen(settings, "at_least memory planned"),
             )
     except PlanningError as e:
         click.echo(f"mucudnn: error: {e}", err=True)

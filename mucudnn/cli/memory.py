@@ -302,13 +302,8 @@ def _step(
         model=made if isinstance(made, FunctionModel) else model,
         batch=batch or usual,
         image=image[0] if image is not None and len(image) == 1 else image,
-        optimizer=settings["optimizer"],
-        order=settings["order"],
         device=device,
-        inference=inference,
-        placement=settings["placement"],
-        layout=settings["layout"],
-        precision=settings["precision"],
+        **opt.chosen(settings, "optimizer order inference placement layout precision"),
     )
 
 
@@ -324,8 +319,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             f"--recording {settings['recordings'][0]} is for estimated devices, and "
             f"--device {_CPU} is measured"
         )
-    slowdown = settings["slowdown"]
-    asked_more = settings["max_batch"] or settings["min_budget"] or slowdown
+    asked_more = any(opt.chosen(settings, "max_batch min_budget slowdown").values())
     spec = _step(ctx, model, settings)
     # Images larger than the device are refused before their step is planned for long.
     if device != _CPU and (image := settings["image"]) is not None:
@@ -363,14 +357,10 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             schedulers=_expand_all(settings["schedulers"] or (), opt.schedulers),
             budget=budget,
             curve=settings["curve"] or (budget is None and not asked_more),
-            max_batch=settings["max_batch"],
-            min_budget=settings["min_budget"],
-            slowdown=slowdown,
             profile=measured,
-            recordings=settings["recordings"],
             progress=show,
             split=split,
-            tiers=settings["tiers"],
+            **opt.chosen(settings, "max_batch min_budget slowdown recordings tiers"),
         )
 
 

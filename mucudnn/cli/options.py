@@ -462,11 +462,16 @@ measuring_options = group(
 """Options of a tuner; defaults come from the environment."""
 
 
+def chosen(settings: Mapping[str, Any], names: str) -> dict[str, Any]:
+    """Return some settings, which are passed on under their own names."""
+    return {name: settings[name] for name in names.split()}
+
+
 def make_tuner(settings: Mapping[str, Any], **more: Any) -> Tuner:
     """Return a tuner from the given options and the environment."""
     names = "backend batch_policy planner numerics memory_limit workspace_limit"
-    chosen = {name: settings.get(name) for name in names.split()}
-    given = {name: value for name, value in chosen.items() if value is not None}
+    found = {name: settings.get(name) for name in names.split()}
+    given = {name: value for name, value in found.items() if value is not None}
     if settings.get("exhaustive"):
         given["prune"] = False
     with bad_input():

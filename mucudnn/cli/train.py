@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from mucudnn.cli import train_options
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.options import listing_option, make_tuner, model_argument
+from mucudnn.cli.options import chosen, listing_option, make_tuner, model_argument
 from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
 from mucudnn.cli.own_code import import_option, list_models
 from mucudnn.cli.progress import Remaining, Show, TrainingWords, progress_display
@@ -173,8 +173,7 @@ class _Training:
                         epochs=epochs,
                         max_steps=settings["steps"],
                         checkpoints=self._checkpoints if self.leads else None,
-                        checkpoint_every=settings["checkpoint_every"],
-                        eval_every=settings["eval_every"],
+                        **chosen(settings, "checkpoint_every eval_every"),
                         words=self._words,
                         resume=self._resume,
                         progress=progress,
@@ -291,15 +290,11 @@ class _Training:
                 tuner=tuner,
                 optimizer=self._optimizer,
                 learning_rate=lambda step: rate.at(step, total),
-                update_when=settings["update_when"],
                 gradient_accumulation=settings["accumulate"],
-                seed=settings["seed"],
                 plans=known,
-                loss_scale=settings["loss_scale"],
                 progress=shown.prepared,
-                replay=settings["replay"],
                 together=None if self._group is None else self._group.together,
-                batch_norm=settings["batch_norm"],
+                **chosen(settings, "update_when seed loss_scale replay batch_norm"),
                 **train_options.step_arguments(settings, tuner.backend.device),
             )
 

@@ -252,19 +252,15 @@ def step_arguments(settings: Mapping[str, Any], device: Device) -> dict[str, Any
     """Return the arguments of `Trainer` that say how a step is planned."""
     from mucudnn.runtime.training.budget import DEVICE, MemoryBudget
 
-    names = ("order", "precision", "layout", "split", "placement")
     nbytes, disk = settings["budget"], settings["disk"]
     budget = None
     if nbytes is not None:
         budget = MemoryBudget(
             nbytes=device.available_bytes() if nbytes == DEVICE else nbytes,
-            policy=settings["policy"],
-            scheduler=settings["scheduler"],
-            convolutions=settings["convolutions"],
             disk=None if disk is None else Path(disk),
-            tiers=settings["tiers"],
+            **opt.chosen(settings, "policy scheduler convolutions tiers"),
         )
-    shared = {name: settings[name] for name in names}
+    shared = opt.chosen(settings, "order precision layout split placement")
     return {**shared, "fuse": not settings["no_fuse"], "budget": budget}
 
 
