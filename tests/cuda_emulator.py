@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mucudnn.backends.cuda.kernels.source import compiler_options
+from mucudnn.backends.cuda.kernels.launch import compiler_options
 
 COMPILER = shutil.which("g++")
 GOOD = 1

@@ -11,10 +11,11 @@ import itertools
 import json
 import re
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from mucudnn.backends.cuda.conv.graph_api import BIAS_UID, NODES, UIDS
 from mucudnn.backends.cuda.libcudnn import (
-    Attribute as At,
+    ATTRIBUTES,
     AttributeType,
     BehaviorNote,
     DescriptorType as Kind,
@@ -29,6 +30,8 @@ from tests.cudnn_fake_legacy import ARCH_MISMATCH, FirstApi, StatusError
 from tests.cudnn_fake_maps import Maps
 from tests.cudnn_kernel import Convolution, Tensor
 from tests.cupy_fake import put
+
+At = IntEnum("At", ATTRIBUTES)
 
 
 @dataclass(frozen=True)
@@ -432,9 +435,10 @@ def _knobs(config):
 def decoded(graph):
     """The convolution that a finalized operation graph describes, and what follows."""
     operation, *behind = graph.values[At.OPERATIONGRAPH_OPS]
-    direction, prefix, names = next(
-        (d, *rest) for d, (kind, *rest) in NODES.items() if kind == operation.kind
+    direction, names = next(
+        (d, names) for d, (kind, names) in NODES.items() if kind == operation.kind
     )
+    prefix = operation.kind.name.replace("BACKWARD", "BWD")
     convolution = operation.values[At[f"{prefix}_CONV_DESC"]][0].values
     found = {
         name: operation.values[At[f"{prefix}_{own}"]][0]

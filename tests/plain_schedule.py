@@ -39,10 +39,7 @@ def keep_all(graph: Graph, workspaces: Mapping[str, int] | None = None) -> Sched
 
 
 def memory_curve(
-    graph: Graph,
-    workspaces: Mapping[str, int] | None = None,
-    *,
-    granularity: int = 1,
+    graph: Graph, workspaces: Mapping[str, int] | None = None, *, granularity: int = 1
 ) -> tuple[int, ...]:
     """Return the bytes in use at each node, freeing storages after their last use."""
     workspaces = workspaces or {}

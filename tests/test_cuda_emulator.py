@@ -5,8 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from mucudnn.backends.cuda.kernels.launch import CupyLauncher, KernelLaunch
-from mucudnn.backends.cuda.kernels.source import Program
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher, KernelLaunch, Program
 from tests.cuda_emulator import COMPILER, Emulator
 from tests.cupy_fake import StrictArray, StrictCupy
 

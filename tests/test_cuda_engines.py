@@ -22,8 +22,7 @@ from mucudnn.backends.cuda.conv.graph_api import (
     operation_graph,
     parse_engine_name,
 )
-from mucudnn.backends.cuda.kernels.source import Program, compiler_options
-from mucudnn.backends.cuda.libcudnn import Attribute, AttributeType
+from mucudnn.backends.cuda.kernels.launch import Program, compiler_options
 from mucudnn.errors import BackendUnavailableError, MucudnnError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32, Numerics
@@ -90,8 +89,7 @@ def check_rows(h200, problem, least):
         for graph in graphs:
             with suppress(MucudnnError):  # a few engines cannot add
                 config = configuration(session, graph, name)
-                kind = AttributeType.INT64
-                sizes += config.get(Attribute.ENGINECFG_WORKSPACE_SIZE, kind)
+                sizes += config.get("WORKSPACE_SIZE")
         assert max(sizes) == nbytes, name
         assert nbytes >= 0
 

@@ -15,9 +15,8 @@ from mucudnn.backends.cuda.kernels import (
     elementwise,
     launch as program,
 )
-from mucudnn.backends.cuda.kernels.launch import CupyLauncher
+from mucudnn.backends.cuda.kernels.launch import CupyLauncher, compiler_options
 from mucudnn.backends.cuda.kernels.losses import GIVEN
-from mucudnn.backends.cuda.kernels.source import compiler_options
 from mucudnn.errors import BackendError, UnsupportedError
 from tests.commands import python
 from tests.cuda_emulator import COMPILER, Emulator

@@ -8,7 +8,7 @@ shared memory limit, and accesses of 16 bytes, several before the first is waite
 import pytest
 
 from mucudnn.backends.cuda.kernels import PROGRAMS
-from mucudnn.backends.cuda.kernels.source import THREADS, compiler_options
+from mucudnn.backends.cuda.kernels.launch import THREADS, compiler_options
 from tests.cuda_resources import divisions_in_loops, loads_in_a_row, resources
 from tests.nvrtc import hopper
 

@@ -27,10 +27,16 @@ STRUCTURES = {
         for direction in ("Fwd", "BwdData", "BwdFilter")
     ]
 }
+ATTRIBUTES = IntEnum("Attribute", libcudnn.ATTRIBUTES)
 ENUMERATIONS = [
-    value
-    for value in vars(libcudnn).values()
-    if inspect.isclass(value) and issubclass(value, IntEnum) and value is not IntEnum
+    ATTRIBUTES,
+    *(
+        value
+        for value in vars(libcudnn).values()
+        if inspect.isclass(value)
+        and issubclass(value, IntEnum)
+        and value is not IntEnum
+    ),
 ]
 C_NAMES = {
     libcudnn.Status: "CUDNN_STATUS_{}",
@@ -44,7 +50,7 @@ C_NAMES = {
     libcudnn.BackwardFilterAlgo: "CUDNN_CONVOLUTION_BWD_FILTER_{}",
     libcudnn.DescriptorType: "CUDNN_BACKEND_{}_DESCRIPTOR",
     libcudnn.AttributeType: "CUDNN_TYPE_{}",
-    libcudnn.Attribute: "CUDNN_ATTR_{}",
+    ATTRIBUTES: "CUDNN_ATTR_{}",
     libcudnn.HeurMode: "CUDNN_HEUR_MODE_{}",
     libcudnn.NanPropagation: "CUDNN_{}",
     libcudnn.PointwiseMode: "CUDNN_POINTWISE_{}",

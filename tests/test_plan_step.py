@@ -15,7 +15,6 @@ from mucudnn.ir.profile import Profile
 from mucudnn.models import get_model
 from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.liveness import ALIGNMENT
-from mucudnn.passes.planning.collection import gc_relaxed
 from mucudnn.passes.planning.plan_step import fastest_form, minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency import (
@@ -27,6 +26,7 @@ from mucudnn.passes.residency import (
 )
 from mucudnn.passes.residency.policies import vdnn_all, vdnn_conv
 from mucudnn.passes.scheduling import SCHEDULERS
+from mucudnn.processes import gc_relaxed
 from tests.examples import examples
 from tests.random_graphs import profiles, training_graphs
 from tests.schedule_oracle import verify

@@ -12,8 +12,7 @@ from hypothesis import given, strategies as st
 from mucudnn.backends import get_backend
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction, PerfTable
 from mucudnn.passes.microbatch import pareto_plans
-from mucudnn.report.comparison import html_report
-from mucudnn.report.conv_charts import curve, drawn_front, timeline
+from mucudnn.report.comparison import curve, drawn_front, html_report, timeline
 from mucudnn.report.svg import Frame, Label, byte_scale, labels, tag, time_scale
 from mucudnn.report.text import (
     Table,

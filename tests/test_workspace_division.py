@@ -20,10 +20,7 @@ from mucudnn.passes.convolution.knapsack import (
     reduce_to_core,
 )
 from mucudnn.passes.convolution.pareto import division_cost_ms
-from mucudnn.passes.microbatch import (
-    workspace_division,
-    workspace_division_exact,
-)
+from mucudnn.passes.microbatch import workspace_division, workspace_division_exact
 from tests.examples import examples
 from tests.sources import sources
 from tests.tables import divisions, perf, perf_tables, problem

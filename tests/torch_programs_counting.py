@@ -18,14 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.torch_programs import (
-    Programs,
-    Reading,
-    Training,
-    sgd,
-    trained,
-    vectors,
-)
+from tests.torch_programs import Programs, Reading, Training, sgd, trained, vectors
 
 PROGRAMS = Programs()
 

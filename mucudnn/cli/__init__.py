@@ -1,4 +1,4 @@
-"""Command line: one module per command.
+"""Command line: one module per command, or two that share their subject.
 
 Nothing here imports NumPy before a command runs, so that `--help` is instant.
 """
@@ -6,13 +6,11 @@ Nothing here imports NumPy before a command runs, so that `--help` is instant.
 from mucudnn.cli.app import main
 from mucudnn.cli.cache import cache
 from mucudnn.cli.demo import demo
-from mucudnn.cli.doctor import doctor
-from mucudnn.cli.explain import explain
+from mucudnn.cli.doctor import doctor, info
 from mucudnn.cli.fleet import fleet
-from mucudnn.cli.info import info
 from mucudnn.cli.memory import memory
 from mucudnn.cli.train import train
-from mucudnn.cli.tune import tune
+from mucudnn.cli.tune import explain, tune
 
 __all__ = ["main"]
 

@@ -7,7 +7,7 @@ import click
 
 from mucudnn.backends import get_backend
 from mucudnn.cli.app import ExitCode, bad_input
-from mucudnn.cli.options import completing_files, option
+from mucudnn.cli.options import option
 from mucudnn.cli.output import output_file, write_file
 from mucudnn.cli.progress import Show, progress_display
 from mucudnn.runtime.tuning.tables import Measured
@@ -34,12 +34,10 @@ class _ActProgress:
 
 @click.command()
 @option(
-    "--report FILE",
+    "--report FILE = mucudnn-demo.html",
     "Page to write.",
     output_file,
     name="report_file",
-    default="mucudnn-demo.html",
-    complete=completing_files,
 )
 @click.pass_context
 def demo(ctx: click.Context, report_file: str) -> None:

@@ -6,22 +6,8 @@ from typing import Any
 import click
 import cloup
 
+from mucudnn.cli import options as opt
 from mucudnn.cli.app import ExitCode, bad_input
-from mucudnn.cli.options import (
-    MOST_IMAGES,
-    byte_size,
-    completing,
-    count,
-    flag,
-    image_option,
-    json_option,
-    model_argument,
-    optimizer_option,
-    option,
-    real,
-    report_option,
-    section,
-)
 from mucudnn.cli.output import publish, refuse_same
 from mucudnn.cli.own_code import import_option, network
 from mucudnn.cli.progress import progress_display
@@ -37,7 +23,7 @@ def _parse_batches(text: str) -> tuple[int, int | None]:
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         raise click.BadParameter(f"{text!r} is neither a number nor a range: 128-512")
-    integer = count(1, MOST_IMAGES)
+    integer = opt.count(1, opt.MOST_IMAGES)
     least, most = integer(found[1]), found[2] and integer(found[2])
     if most and most < least:
         raise click.BadParameter(f"the range {text!r} ends before it begins")
@@ -49,51 +35,46 @@ def _parse_batches(text: str) -> tuple[int, int | None]:
     "2 on invalid input."
 )
 @import_option
-@model_argument
-@section(
+@opt.model_argument
+@opt.section(
     "What",
-    option(
-        "--batch N",
+    opt.option(
+        "--batch N = 256",
         "Samples of a step on all devices together; 128-512 finds the best of a range.",
         _parse_batches,
-        default="256",
     ),
-    option(
+    opt.option(
         "--devices NAME,…",
         "Devices, such as 2xh100,p100: NAME is estimated from published figures, "
         "NAME=RECORDING uses recorded convolutions, FILE.json is a table of steps.",
-        complete=completing(lambda _: DEVICES, several=True),
+        complete=opt.completing(lambda _: DEVICES, several=True),
     ),
-    image_option,
-    optimizer_option,
+    opt.image_option,
+    opt.optimizer_option,
 )
-@section(
+@opt.section(
     "How",
-    option(
-        "--at-least N",
+    opt.option(
+        "--at-least N = 0",
         "Minimum samples of each device; with 0, slow devices may be left out.",
-        count(0, MOST_IMAGES),
-        default=0,
+        opt.count(0, opt.MOST_IMAGES),
     ),
-    option(
+    opt.option(
         "--link SIZE",
         "One-way bytes per second of the slowest link; by default that of the slowest "
         "device to its host.",
-        byte_size,
     ),
-    option("--all-reduce MS", "Time of the all-reduce of gradients.", real()),
-    option(
-        "--memory SIZE",
-        "Memory of a step on each device, if less than the device has.",
-        byte_size,
+    opt.option("--all-reduce MS", "Time of the all-reduce of gradients.", opt.real()),
+    opt.option(
+        "--memory SIZE", "Memory of a step on each device, if less than the device has."
     ),
-    flag(
+    opt.flag(
         "--planned",
         "Also plan shares that need more memory by offload and recomputation, if that "
         "is faster than several smaller steps.",
     ),
 )
-@section("Output", json_option, report_option)
+@opt.section("Output", opt.json_option, opt.report_option)
 @click.pass_context
 def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
     """Divide a mini-batch among unequal devices, and predict the speed-up."""
@@ -124,10 +105,8 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
                 devices,
                 most=most,
                 link=Link(settings["link"] or None, settings["all_reduce"]),
-                at_least=settings["at_least"],
-                memory=settings["memory"],
-                planned=settings["planned"],
                 progress=show,
+                **opt.chosen(settings, "at_least memory planned"),
             )
     except PlanningError as e:
         click.echo(f"mucudnn: error: {e}", err=True)

@@ -10,15 +10,8 @@ from typing import Any
 
 import click
 
+from mucudnn.cli import options as opt
 from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.options import (
-    MOST_IMAGES,
-    Option,
-    completing,
-    count,
-    option,
-    section,
-)
 from mucudnn.ir.conv import LAYOUTS, ConvProblem, Direction
 from mucudnn.ir.tensor import ITEMSIZE
 from mucudnn.suites import SUITES, Layer, load_suite, parse_problem, read_layers_file
@@ -42,7 +35,7 @@ def layer_names(ctx: click.Context) -> tuple[str, ...]:
     return tuple(layer.name for layer in load_suite(source)) if source in SUITES else ()
 
 
-complete_source = completing(lambda _: SUITES, files=True)
+complete_source = opt.completing(lambda _: SUITES, files=True)
 """Completion of a suite or a file."""
 
 
@@ -80,10 +73,10 @@ def layers_of(sources: Sequence[str], settings: Mapping[str, Any]) -> tuple[Laye
 
 def _override(problem: ConvProblem, settings: Mapping[str, Any]) -> ConvProblem:
     problem = problem.with_batch(settings["batch"] or problem.batch)
-    if problem.batch > MOST_IMAGES:
+    if problem.batch > opt.MOST_IMAGES:
         raise BadInputError(
             f"a mini-batch of {problem.batch} is too large to plan; the maximum is "
-            f"{MOST_IMAGES}, choose another with --batch N"
+            f"{opt.MOST_IMAGES}, choose another with --batch N"
         )
     dtype, layout = settings["dtype"], settings["layout"]
     return replace(
@@ -91,24 +84,26 @@ def _override(problem: ConvProblem, settings: Mapping[str, Any]) -> ConvProblem:
     )
 
 
-def layer_options(default_directions: str) -> Option:
+def layer_options(default_directions: str) -> opt.Option:
     """Return the options that select convolutions beside suites and files."""
-    return section(
+    return opt.section(
         "What",
-        option(
+        opt.option(
             "--problem KEY=N,…",
             "A convolution, e.g. n=256,c=64,h=27,w=27,k=192,r=5,s=5,pad=2. Repeatable.",
             repeatable=True,
             name="problems",
         ),
-        option(
+        opt.option(
             "--directions NAME,…",
             "all, or of: forward, backward_data, backward_filter.",
             _parse_directions,
-            complete=completing(lambda _: _DIRECTIONS, several=True),
+            complete=opt.completing(lambda _: _DIRECTIONS, several=True),
             default=default_directions,
         ),
-        option("--batch N", "Override the mini-batch size.", count(1, MOST_IMAGES)),
-        option("--dtype", "Override the data type.", click.Choice(list(ITEMSIZE))),
-        option("--layout", "Override the storage order.", click.Choice(LAYOUTS)),
+        opt.option(
+            "--batch N", "Override the mini-batch size.", opt.count(1, opt.MOST_IMAGES)
+        ),
+        opt.option("--dtype", "Override the data type.", click.Choice(list(ITEMSIZE))),
+        opt.option("--layout", "Override the storage order.", click.Choice(LAYOUTS)),
     )

@@ -11,37 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import cloup
 
+from mucudnn.cli import options as opt
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.options import (
-    MOST_IMAGES,
-    Table,
-    byte_size,
-    cache_option,
-    completing_files,
-    count,
-    file_option,
-    flag,
-    image_option,
-    json_option,
-    layout_option,
-    listing_option,
-    model_argument,
-    open_cache,
-    optimizer_option,
-    option,
-    order_option,
-    placement_option,
-    policies,
-    precision_option,
-    real,
-    refuse_foreign_file,
-    report_option,
-    schedulers,
-    section,
-    split_of,
-    strategy,
-    tier_option,
-)
 from mucudnn.cli.output import emit, refuse_same, write_files
 from mucudnn.cli.own_code import (
     compared_step,
@@ -94,111 +65,109 @@ def _devices() -> tuple[Iterable[str], Callable[[str], object]]:
 
 @cloup.command(epilog=_CODES)
 @import_option
-@model_argument
-@section(
+@opt.model_argument
+@opt.section(
     "What",
-    option(
+    opt.option(
         "--batch N",
         f"Images in a step; {_BATCH} by default, {_CPU_BATCH} on the CPU, 1 for "
         "--inference.",
-        count(1, MOST_IMAGES),
+        opt.count(1, opt.MOST_IMAGES),
     ),
-    image_option,
-    optimizer_option,
-    flag("--inference", "Plan the network alone: no backward pass, no updates."),
-    strategy(
+    opt.image_option,
+    opt.optimizer_option,
+    opt.flag("--inference", "Plan the network alone: no backward pass, no updates."),
+    opt.strategy(
         "--device",
         "cpu is measured; all others are estimated from published figures.",
         _devices,
         default="h200",
     ),
-    option(
+    opt.option(
         "--gpus N",
         "Plan a PyTorch model that N GPUs train together, and compare 1 to 1,024 GPUs; "
         "all figures and MODEL's batch are those of one GPU.",
-        count(1, MOST_GPUS),
+        opt.count(1, MOST_GPUS),
     ),
-    option(
+    opt.option(
         "--shard WAY",
         "With --gpus: fsdp2 (default) shards the model; ddp replicates it.",
         click.Choice(("fsdp2", "ddp")),
     ),
-    option(
+    opt.option(
         "--recording FILE",
         "Measurements of that device, as written by `tune --record`, used instead of "
         "estimates for the convolutions they cover. Repeatable.",
         repeatable=True,
         name="recordings",
-        complete=completing_files,
     ),
 )
-@section(
+@opt.section(
     "Limits",
-    option(
+    opt.option(
         "--budget SIZE",
         "Memory for everything; by default that of the device, with a curve of smaller "
         "budgets.",
-        byte_size,
     ),
-    flag("--curve", "Also plan for several smaller budgets when one is given."),
-    flag(
+    opt.flag("--curve", "Also plan for several smaller budgets when one is given."),
+    opt.flag(
         "--max-batch",
         "Find the largest batch within the budget, and the one with the highest "
         "throughput.",
     ),
-    flag("--min-budget", "Find the minimum feasible budget of every policy."),
-    option(
+    opt.flag("--min-budget", "Find the minimum feasible budget of every policy."),
+    opt.option(
         "--slowdown FACTOR",
         "Find about the least budget in which a step takes no more than FACTOR times "
         "as long as without one, such as 1.05.",
-        real(1.0),
+        opt.real(1.0),
     ),
 )
-@section(
+@opt.section(
     "How",
-    strategy(
+    opt.strategy(
         "--policy policies",
         "Which tensors may be kept, offloaded or recomputed.",
-        policies,
+        opt.policies,
         several=ALL,
         default=ALL,
     ),
-    strategy(
+    opt.strategy(
         "--scheduler schedulers",
         "When copies run; all compares every scheduler; by default the policy's own.",
-        schedulers,
+        opt.schedulers,
         several=ALL,
     ),
-    order_option,
-    option(
+    opt.order_option,
+    opt.option(
         "--split PARTS",
         "Also plan the step in micro-batches: auto, none, or the number of parts of "
         "its largest layers; or in spatial tiles: height, or height:4 for four; by "
         "default none, auto for --inference.",
-        split_of,
+        opt.split_of,
     ),
-    placement_option,
-    tier_option,
-    layout_option,
-    precision_option,
-    cache_option,
+    opt.placement_option,
+    opt.tier_option,
+    opt.layout_option,
+    opt.precision_option,
+    opt.cache_option,
 )
-@section(
+@opt.section(
     "Output",
-    flag(
+    opt.flag(
         "--compare",
         "Instead, run a PyTorch model's step with eager mode, checkpointing, "
         "offloading and torch.compile's memory budget, and compare each with a planned "
         "step in the same memory.",
     ),
-    json_option,
-    report_option,
-    file_option(
+    opt.json_option,
+    opt.report_option,
+    opt.file_option(
         "trace", "Write the best plan's step for Perfetto or chrome://tracing."
     ),
-    file_option("snapshot", "Write its memory for PyTorch's memory_viz, a pickle."),
+    opt.file_option("snapshot", "Write its memory for PyTorch's memory_viz, a pickle."),
 )
-@listing_option
+@opt.listing_option
 @click.pass_context
 def memory(
     ctx: click.Context, /, model: str | None, json_file: str | None, **settings: Any
@@ -283,7 +252,7 @@ def _infeasible_message(found: "MemoryStudy", settings: dict[str, Any]) -> str:
     elif found.minimum is not None:
         words += f"; {_split_hint(found, settings)}the least budget that works is "
         words += exact_bytes(found.minimum)
-    names = [settings[option] for option in _OF_BEST if settings[option] is not None]
+    names = [settings[name] for name in _OF_BEST if settings[name] is not None]
     return f"{words}; nothing is written to {', '.join(names)}" if names else words
 
 
@@ -316,15 +285,13 @@ def _step(
         if inference:
             raise BadInputError(f"--inference is for built-in networks, not {model}")
         # A PyTorch model decides itself what these options would change.
-        for option, usual_value, why in (
+        for name, usual_value, why in (
             ("placement", STATIC, "whose tensors PyTorch's allocator places"),
             ("layout", "NCHW", "which choose their own memory format"),
             ("precision", None, "which choose their own data types"),
         ):
-            if settings[option] != usual_value:
-                raise BadInputError(
-                    f"--{option} does not apply to PyTorch models, {why}"
-                )
+            if settings[name] != usual_value:
+                raise BadInputError(f"--{name} does not apply to PyTorch models, {why}")
         return step
     if gpus is not None:
         raise BadInputError(
@@ -335,13 +302,8 @@ def _step(
         model=made if isinstance(made, FunctionModel) else model,
         batch=batch or usual,
         image=image[0] if image is not None and len(image) == 1 else image,
-        optimizer=settings["optimizer"],
-        order=settings["order"],
         device=device,
-        inference=inference,
-        placement=settings["placement"],
-        layout=settings["layout"],
-        precision=settings["precision"],
+        **opt.chosen(settings, "optimizer order inference placement layout precision"),
     )
 
 
@@ -351,14 +313,13 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
 
     device, budget = settings["device"], settings["budget"]
     if settings["cache_path"] not in (None, "none"):
-        refuse_foreign_file(Path(settings["cache_path"]))
+        opt.refuse_foreign_file(Path(settings["cache_path"]))
     if device == _CPU and settings["recordings"]:
         raise BadInputError(
             f"--recording {settings['recordings'][0]} is for estimated devices, and "
             f"--device {_CPU} is measured"
         )
-    slowdown = settings["slowdown"]
-    asked_more = settings["max_batch"] or settings["min_budget"] or slowdown
+    asked_more = any(opt.chosen(settings, "max_batch min_budget slowdown").values())
     spec = _step(ctx, model, settings)
     # Images larger than the device are refused before their step is planned for long.
     if device != _CPU and (image := settings["image"]) is not None:
@@ -382,7 +343,7 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
             f"measured; use `mucudnn train --split {split}`"
         )
     # The search takes longest: run it last, so that Ctrl-C keeps the other results.
-    names = _expand_all(settings["policies"], policies)
+    names = _expand_all(settings["policies"], opt.policies)
     if ALL in settings["policies"]:
         names = tuple(sorted(names, key=lambda name: name == PLANNED))
     with (
@@ -393,21 +354,17 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         return study_memory(
             spec,
             policies=names,
-            schedulers=_expand_all(settings["schedulers"] or (), schedulers),
+            schedulers=_expand_all(settings["schedulers"] or (), opt.schedulers),
             budget=budget,
             curve=settings["curve"] or (budget is None and not asked_more),
-            max_batch=settings["max_batch"],
-            min_budget=settings["min_budget"],
-            slowdown=slowdown,
             profile=measured,
-            recordings=settings["recordings"],
             progress=show,
             split=split,
-            tiers=settings["tiers"],
+            **opt.chosen(settings, "max_batch min_budget slowdown recordings tiers"),
         )
 
 
-def _expand_all(asked: tuple[str, ...], table: Table) -> tuple[str, ...]:
+def _expand_all(asked: tuple[str, ...], table: opt.Table) -> tuple[str, ...]:
     """Return the requested names; for `all`, every usable one.
 
     Broken ones cause a warning.
@@ -434,7 +391,7 @@ def _measuring(
     from mucudnn.runtime.profiling.links import mapping_costs
     from mucudnn.runtime.profiling.profiler import profile
 
-    given: Any = {} if cache_path is None else {"cache": open_cache(cache_path)}
+    given: Any = {} if cache_path is None else {"cache": opt.open_cache(cache_path)}
 
     def measuring(name: str, done: int, total: int) -> None:
         progress(f"measuring {name}", done, total)

@@ -204,11 +204,22 @@ def option(
 ) -> Option:
     """Declare an option with a help text.
 
-    `flag` includes the placeholder of the value, such as `--workspace-limit SIZE`; a
-    `click.Choice` brings its own. `name` is that of the parameter if it differs from
-    the flag. The help shows a `default` unless `show_default=False`.
+    `flag` includes the placeholder of the value, or its choices, and then a default:
+    `--epochs N = 10`, `--dtype [float32|float64] = float32`. A `click.Choice` brings
+    its own placeholder; without a `kind`, SIZE is a number of bytes. `name` is that of
+    the parameter if it differs from the flag. The help shows a default unless
+    `show_default=False`.
     """
-    long, _, metavar = flag.partition(" ")
+    spelled, _, usual = flag.partition(" = ")
+    long, _, metavar = spelled.partition(" ")
+    if usual:
+        default["default"] = usual
+    if metavar.startswith("["):
+        kind, metavar = click.Choice(metavar.strip("[]").split("|")), ""
+    if kind is None and metavar == "SIZE":
+        kind = byte_size
+    if complete is None and metavar.startswith("FILE"):
+        complete = completing_files
     return click.option(
         *filter(None, (long, name)),
         help=text,
@@ -227,9 +238,7 @@ def flag(flags: str, text: str) -> Option:
 
 def file_option(name: str, text: str, kind: Any = output_file) -> Option:
     """Declare an option that names a file to write; the parameter is `<name>_file`."""
-    return option(
-        f"--{name} FILE", text, kind, name=f"{name}_file", complete=completing_files
-    )
+    return option(f"--{name} FILE", text, kind, name=f"{name}_file")
 
 
 def group(*options: Option) -> Option:
@@ -348,9 +357,8 @@ layout_option = option(
     default="NCHW",
 )
 precision_option = option(
-    "--precision",
+    "--precision [float16|bfloat16]",
     "Data type of convolutions and matrix products, if the backend supports it.",
-    click.Choice(["float16", "bfloat16"]),
 )
 placement_option = option(
     "--placement",
@@ -371,16 +379,14 @@ tier_option = option(
 workspace_option = option(
     "--workspace-limit SIZE",
     f"Workspace of a convolution; by default {format_bytes(64 << 20)}.",
-    byte_size,
 )
 
 
 def backend_option(text: str) -> Option:
     """Return the option `--backend`; `text` lists the backends."""
     return option(
-        "--backend NAME",
+        "--backend NAME = cpu",
         f"{text}; see `mucudnn info`.",
-        default="cpu",
         complete=completing(lambda _: backend_names()),
     )
 
@@ -417,11 +423,7 @@ def _apply_old_policy(
 
 
 limit_options = group(
-    option(
-        "--memory-limit SIZE",
-        "Memory for operands and workspace while measuring.",
-        byte_size,
-    ),
+    option("--memory-limit SIZE", "Memory for operands and workspace while measuring."),
     option(
         "--time-limit SECONDS",
         "Time limit of the whole command.",
@@ -443,9 +445,7 @@ measuring_options = group(
         callback=_apply_old_policy,
     ),
     strategy(
-        "--planner",
-        "Micro-batch planner; workspace_reuse by default.",
-        table(PLANNERS),
+        "--planner", "Micro-batch planner; workspace_reuse by default.", table(PLANNERS)
     ),
     option(
         "--numerics WORD,…",
@@ -462,11 +462,16 @@ measuring_options = group(
 """Options of a tuner; defaults come from the environment."""
 
 
+def chosen(settings: Mapping[str, Any], names: str) -> dict[str, Any]:
+    """Return some settings, which are passed on under their own names."""
+    return {name: settings[name] for name in names.split()}
+
+
 def make_tuner(settings: Mapping[str, Any], **more: Any) -> Tuner:
     """Return a tuner from the given options and the environment."""
     names = "backend batch_policy planner numerics memory_limit workspace_limit"
-    chosen = {name: settings.get(name) for name in names.split()}
-    given = {name: value for name, value in chosen.items() if value is not None}
+    found = {name: settings.get(name) for name in names.split()}
+    given = {name: value for name, value in found.items() if value is not None}
     if settings.get("exhaustive"):
         given["prune"] = False
     with bad_input():

@@ -11,23 +11,12 @@ import click
 import cloup
 from click.core import ParameterSource
 
+from mucudnn.cli import train_options
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.options import listing_option, make_tuner, model_argument
+from mucudnn.cli.options import chosen, listing_option, make_tuner, model_argument
 from mucudnn.cli.output import emit, refuse_same, refuse_unwritable
 from mucudnn.cli.own_code import import_option, list_models
 from mucudnn.cli.progress import Remaining, Show, TrainingWords, progress_display
-from mucudnn.cli.train_options import (
-    budget_options,
-    data_options,
-    learning_options,
-    optimizer_of,
-    output_options,
-    run_options,
-    step_arguments,
-    total_steps,
-    train_log,
-    words_of,
-)
 from mucudnn.cli.train_ranks import Group, group_of, own_settings, step_point
 from mucudnn.ir.fleet import StepPoint
 from mucudnn.ir.optimizers import parse_learning_rate
@@ -37,10 +26,7 @@ if TYPE_CHECKING:
     from mucudnn.cli.train_data import Work
     from mucudnn.passes.placement.layout import PlacedStep
     from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
-    from mucudnn.runtime.training.history import (
-        EpochReport,
-        Position,
-    )
+    from mucudnn.runtime.training.history import EpochReport, Position
     from mucudnn.runtime.training.loop import Between, Handover
     from mucudnn.runtime.training.trainer import Trainer
 
@@ -62,11 +48,11 @@ class _MultiProcessCommand(cloup.Command):
 @cloup.command(cls=_MultiProcessCommand)
 @import_option
 @model_argument
-@data_options
-@learning_options
-@budget_options
-@run_options
-@output_options
+@train_options.data_options
+@train_options.learning_options
+@train_options.budget_options
+@train_options.run_options
+@train_options.output_options
 @listing_option
 @click.pass_context
 def train(
@@ -133,8 +119,8 @@ class _Training:
         with self._display(1) as show:
             show("reading the data", 0, 1)
             self._work = self._own_work(show)
-        self._optimizer = optimizer_of(settings)
-        self._words = words_of(self._work, self._optimizer, settings)
+        self._optimizer = train_options.optimizer_of(settings)
+        self._words = train_options.words_of(self._work, self._optimizer, settings)
         self._checkpoints, self._resume = self._open_checkpoints()
         self._reports: dict[int, EpochReport] = {}
         self._ranks: Sequence[RankResult] = ()
@@ -163,7 +149,7 @@ class _Training:
         epochs, batches = settings["epochs"], len(work.batches)
         quiet = quiet or not self.leads
         with self._display(batches, titled=True) as show:
-            total = total_steps(work, settings)
+            total = train_options.total_steps(work, settings)
             shown = TrainingWords(show, epochs, batches, steps=total, quiet=quiet)
 
             # Reports are noted as they come: `fit` returns none if Ctrl-C ends it.
@@ -173,7 +159,7 @@ class _Training:
                 shown(at, report)
 
             with (
-                train_log(settings, self._resume, shown.show_test)
+                train_options.train_log(settings, self._resume, shown.show_test)
                 if self.leads  # one process logs for all
                 else nullcontext()
             ) as log:
@@ -187,8 +173,7 @@ class _Training:
                         epochs=epochs,
                         max_steps=settings["steps"],
                         checkpoints=self._checkpoints if self.leads else None,
-                        checkpoint_every=settings["checkpoint_every"],
-                        eval_every=settings["eval_every"],
+                        **chosen(settings, "checkpoint_every eval_every"),
                         words=self._words,
                         resume=self._resume,
                         progress=progress,
@@ -291,7 +276,7 @@ class _Training:
         known = {} if self._resume is None else plans_of(self._resume, tuner.backend)
         if self._resume is not None:
             recall_races(self._resume, tuner)
-        total = total_steps(work, settings)
+        total = train_options.total_steps(work, settings)
         with bad_input(), tuner.cache:
             rate = parse_learning_rate(
                 settings["lr_schedule"],
@@ -305,16 +290,12 @@ class _Training:
                 tuner=tuner,
                 optimizer=self._optimizer,
                 learning_rate=lambda step: rate.at(step, total),
-                update_when=settings["update_when"],
                 gradient_accumulation=settings["accumulate"],
-                seed=settings["seed"],
                 plans=known,
-                loss_scale=settings["loss_scale"],
                 progress=shown.prepared,
-                replay=settings["replay"],
                 together=None if self._group is None else self._group.together,
-                batch_norm=settings["batch_norm"],
-                **step_arguments(settings, tuner.backend.device),
+                **chosen(settings, "update_when seed loss_scale replay batch_norm"),
+                **train_options.step_arguments(settings, tuner.backend.device),
             )
 
 

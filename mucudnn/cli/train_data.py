@@ -4,20 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mucudnn import data
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.own_code import network
-from mucudnn.data import (
-    Compose,
-    Dataset,
-    Loader,
-    Normalize,
-    RandomCrop,
-    RandomFlip,
-    Subset,
-    Transform,
-    class_count,
-    open_dataset,
-)
 from mucudnn.data.loader import PartOfBatches
 from mucudnn.ir.graph import Graph
 from mucudnn.models import LABEL, FunctionModel
@@ -37,8 +26,8 @@ class Work:
 
     training: Graph
     evaluation: Graph
-    batches: Loader | PartOfBatches
-    test: Loader
+    batches: data.Loader | PartOfBatches
+    test: data.Loader
     words: Mapping[str, Any]
 
 
@@ -59,7 +48,7 @@ def work_of(name: str, settings: Mapping[str, Any], images: int | None = None) -
             wanted = model.classes
         spec = _complete_spec(settings["data"], {**settings, "classes": wanted}, batch)
         train, test = (
-            open_dataset(spec, split=split, image=image, seed=seed)
+            data.open_dataset(spec, split=split, image=image, seed=seed)
             for split in ("train", "test")
         )
         classes = _classes(train, settings["classes"])
@@ -81,18 +70,18 @@ def work_of(name: str, settings: Mapping[str, Any], images: int | None = None) -
             )
         # Mean 0 and deviation 1, estimated from a sample.
         every = range(0, len(train), -(-len(train) // _SAMPLE))
-        normalize = Normalize.of(Subset(train, every), settings["dtype"])
-        augment: tuple[Transform, ...] = ()
+        normalize = data.Normalize.of(data.Subset(train, every), settings["dtype"])
+        augment: tuple[data.Transform, ...] = ()
         if settings["augment"]:
-            augment = RandomCrop(max(1, image[1] // _SHIFT)), RandomFlip()
-        batches = Loader(
+            augment = data.RandomCrop(max(1, image[1] // _SHIFT)), data.RandomFlip()
+        batches = data.Loader(
             train,
             batch,
             seed=seed,
-            transform=Compose((*augment, normalize)),
+            transform=data.Compose((*augment, normalize)),
             drop_last=True,
         )
-        tests = Loader(test, own, shuffle=False, transform=normalize)
+        tests = data.Loader(test, own, shuffle=False, transform=normalize)
     words = {
         "model": name,
         "image": image,
@@ -139,8 +128,8 @@ def _complete_spec(spec: str, settings: Mapping[str, Any], batch: int) -> str:
     return f"{name}:{','.join(parts)}"
 
 
-def _classes(dataset: Dataset, asked: int | None) -> int:
-    found = class_count(dataset)
+def _classes(dataset: data.Dataset, asked: int | None) -> int:
+    found = data.class_count(dataset)
     if asked is None:
         return max(2, found)
     if asked < found:

@@ -10,35 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mucudnn.backends import Device
+from mucudnn.cli import options as opt
 from mucudnn.cli.app import BadInputError, bad_input
-from mucudnn.cli.options import (
-    MOST_IMAGES,
-    backend_option,
-    batch_policy_option,
-    byte_size,
-    cache_option,
-    completing,
-    completing_files,
-    count,
-    flag,
-    image_option,
-    json_option,
-    layout_option,
-    optimizer_option,
-    option,
-    order_option,
-    parsed,
-    placement_option,
-    policies,
-    precision_option,
-    real,
-    schedulers,
-    section,
-    split_of,
-    strategy,
-    tier_option,
-    workspace_option,
-)
 from mucudnn.cli.output import STDOUT, output_file, refuse_unwritable
 from mucudnn.ir.optimizers import (
     DYNAMIC,
@@ -61,7 +34,7 @@ def log_file(value: str) -> str:
         raise click.BadParameter("a log needs a file, such as FILE.csv or FILE.jsonl")
     from mucudnn.runtime.training.history import LogFile
 
-    parsed(value, LogFile)
+    opt.parsed(value, LogFile)
     return value
 
 
@@ -70,7 +43,7 @@ _MOST_REAL = 1e30  # within float32, with room to multiply
 
 def _check_schedule(text: str) -> str:
     """Return the text of a valid learning-rate schedule."""
-    parsed(text, lambda text: parse_learning_rate(text, 0.0))
+    opt.parsed(text, lambda text: parse_learning_rate(text, 0.0))
     return text
 
 
@@ -97,190 +70,180 @@ def _parse_budget(text: str) -> Any:
     if "," in text:
         return tuple(_parse_budget(word.strip()) for word in text.split(","))
     try:
-        return byte_size(text)
+        return opt.byte_size(text)
     except click.BadParameter as e:
         raise click.BadParameter(
             f"{e.message}; or device, for the memory that is free"
         ) from e
 
 
-data_options = section(
+data_options = opt.section(
     "What",
-    option(
-        "--data NAME",
+    opt.option(
+        "--data NAME = synthetic",
         "digits, mnist:DIR, cifar10:DIR, cifar100:DIR, folder:DIR, arrays:DIR or "
         "synthetic[:length=N,classes=N,noise=X].",
-        default="synthetic",
-        complete=completing(lambda _: importlib.import_module("mucudnn.data").FORMATS),
+        complete=opt.completing(
+            lambda _: importlib.import_module("mucudnn.data").FORMATS
+        ),
     ),
-    option("--batch N", "Images in a step.", count(1, MOST_IMAGES), default=32),
-    image_option,
-    option("--classes N", "Number of classes; by default the data set's.", count(2)),
-    flag("--augment", "Shift and mirror training images at random."),
-    option(
-        "--dtype",
-        "Data type of weights and activations.",
-        click.Choice(["float32", "float64"]),
-        default="float32",
+    opt.option("--batch N = 32", "Images in a step.", opt.count(1, opt.MOST_IMAGES)),
+    opt.image_option,
+    opt.option(
+        "--classes N", "Number of classes; by default the data set's.", opt.count(2)
+    ),
+    opt.flag("--augment", "Shift and mirror training images at random."),
+    opt.option(
+        "--dtype [float32|float64] = float32", "Data type of weights and activations."
     ),
 )
 """Options for data and its shape."""
 
-learning_options = section(
+learning_options = opt.section(
     "Learning",
-    option("--epochs N", "Passes over the data.", count(), default=10),
-    option("--steps N", "Stop after so many steps.", count()),
-    optimizer_option,
-    option(
+    opt.option("--epochs N = 10", "Passes over the data.", opt.count()),
+    opt.option("--steps N", "Stop after so many steps.", opt.count()),
+    opt.optimizer_option,
+    opt.option(
         "--lr RATE",
         "Highest learning rate; by default the optimizer's usual one.",
-        real(0, _MOST_REAL, beyond=True),
+        opt.real(0, _MOST_REAL, beyond=True),
     ),
-    option(
-        "--lr-schedule NAME",
+    opt.option(
+        "--lr-schedule NAME = cosine",
         "Decay of the rate: constant, cosine, or step:30,60,90 at those epochs.",
         _check_schedule,
-        default="cosine",
     ),
-    option(
+    opt.option(
         "--warmup STEPS",
         "Steps of linear warm-up of the rate.",
-        count(0),
+        opt.count(0),
         default=0,
         show_default=False,
     ),
-    option(
+    opt.option(
         "--momentum SHARE",
         "Momentum of `momentum` and `nesterov`; by default 0.9.",
-        real(0, 1),
+        opt.real(0, 1),
     ),
-    option(
+    opt.option(
         "--weight-decay SHARE",
         "Multiple of the weights that is added to their gradients.",
-        real(0, _MOST_REAL),
+        opt.real(0, _MOST_REAL),
     ),
-    option(
-        "--seed N",
+    opt.option(
+        "--seed N = 0",
         "Seed of weights, order, dropout and augmentation.",
-        count(0, LARGEST),
-        default=0,
+        opt.count(0, LARGEST),
     ),
 )
 """Options for the optimizer and its schedule."""
 
-budget_options = section(
+budget_options = opt.section(
     "Limits",
-    workspace_option,
-    option(
+    opt.workspace_option,
+    opt.option(
         "--budget SIZE",
         "Device memory for everything, or `device` for all that is free; tensors that "
         "do not fit are offloaded or recomputed. Under mpiexec, per process: one size "
         "for all, or one for each, such as 96MiB,64MiB.",
         _parse_budget,
     ),
-    strategy(
+    opt.strategy(
         "--policy",
         "With --budget: what is offloaded or recomputed; see `mucudnn memory`.",
-        policies,
+        opt.policies,
         default="planned",
     ),
-    strategy("--scheduler", "With --budget: when copies run.", schedulers),
-    option(
-        "--convolutions",
+    opt.strategy("--scheduler", "With --budget: when copies run.", opt.schedulers),
+    opt.option(
+        "--convolutions [dynamic|fixed|fastest|least] = dynamic",
         "With --budget: plan each convolution for the free workspace (dynamic), as "
         "without a budget, with the same bits (fixed), with the fastest algorithm, or "
         "with the least workspace.",
-        click.Choice(["dynamic", "fixed", "fastest", "least"]),
-        default="dynamic",
     ),
-    option(
+    opt.option(
         "--disk DIR",
         "With --budget: offload to a file in DIR instead of host memory.",
         click.Path(exists=True, file_okay=False, writable=True),
     ),
-    tier_option,
+    opt.tier_option,
 )
 
-run_options = section(
+run_options = opt.section(
     "How",
-    backend_option("cpu, cuda, or null, which computes nothing"),
-    batch_policy_option,
-    precision_option,
-    option(
+    opt.backend_option("cpu, cuda, or null, which computes nothing"),
+    opt.batch_policy_option,
+    opt.precision_option,
+    opt.option(
         "--loss-scale FACTOR",
         "Factor of the loss for computing gradients, or `dynamic`: as large as "
         "possible; by default 1024 for float16.",
-        real(0, _MOST_REAL, beyond=True, word=DYNAMIC),
+        opt.real(0, _MOST_REAL, beyond=True, word=DYNAMIC),
     ),
-    order_option,
-    option(
-        "--update-when",
+    opt.order_option,
+    opt.option(
+        "--update-when [early|late] = early",
         "Update each weight as early as possible, or all at the end of a step.",
-        click.Choice(["early", "late"]),
-        default="early",
     ),
-    placement_option,
-    layout_option,
-    flag("--no-fuse", "Run each operation as a separate kernel."),
-    flag("--replay", "Replay the launches of a step as CUDA graphs."),
-    option(
-        "--accumulate PARTS",
+    opt.placement_option,
+    opt.layout_option,
+    opt.flag("--no-fuse", "Run each operation as a separate kernel."),
+    opt.flag("--replay", "Replay the launches of a step as CUDA graphs."),
+    opt.option(
+        "--accumulate PARTS = 1",
         "Compute each batch in PARTS parts, and sum their gradients.",
-        count(),
-        default=1,
+        opt.count(),
     ),
-    option(
-        "--split PARTS",
+    opt.option(
+        "--split PARTS = none",
         "Run a step in micro-batches to need less memory: none, the number of parts "
         "of its largest layers, or, with --budget, auto; or in spatial tiles: "
         "height:4 for four, or, with --budget, height.",
-        split_of,
-        default="none",
+        opt.split_of,
     ),
-    option(
-        "--shares N,…",
+    opt.option(
+        "--shares N,… = auto",
         "Under mpiexec, images per process in each batch, or in each of its parts: "
         "auto, by measured step times; equal; or numbers.",
         parse_shares,
-        default="auto",
     ),
-    option(
-        "--batch-norm",
+    opt.option(
+        "--batch-norm [per_rank|synchronised] = per_rank",
         "Under mpiexec, use statistics of each process's own images, or of all.",
-        click.Choice(["per_rank", "synchronised"]),
-        default="per_rank",
     ),
-    cache_option,
+    opt.cache_option,
 )
 """Options for the execution of a step."""
 
-output_options = section(
+output_options = opt.section(
     "Output",
-    option(
+    opt.option(
         "--eval-every STEPS",
         "Also test after every so many steps, not only after an epoch.",
-        count(),
+        opt.count(),
     ),
-    option(
+    opt.option(
         "--log FILE",
         "Write a line for every step, test and epoch immediately: FILE.csv, or "
         "FILE.jsonl for a line of JSON each.",
         log_file,
-        complete=completing_files,
     ),
-    option(
+    opt.option(
         "--tensorboard DIR",
         "Write event files for TensorBoard to DIR.",
         click.Path(file_okay=False),
     ),
-    option(
+    opt.option(
         "--checkpoint DIR",
         "Write a checkpoint per epoch to DIR; the last two are kept.",
         click.Path(file_okay=False),
     ),
-    option("--checkpoint-every STEPS", "Also write one every so many steps.", count()),
-    flag("--resume", "Resume from the last checkpoint."),
-    json_option,
+    opt.option(
+        "--checkpoint-every STEPS", "Also write one every so many steps.", opt.count()
+    ),
+    opt.flag("--resume", "Resume from the last checkpoint."),
+    opt.json_option,
 )
 """Options for output."""
 
@@ -289,19 +252,15 @@ def step_arguments(settings: Mapping[str, Any], device: Device) -> dict[str, Any
     """Return the arguments of `Trainer` that say how a step is planned."""
     from mucudnn.runtime.training.budget import DEVICE, MemoryBudget
 
-    names = ("order", "precision", "layout", "split", "placement")
     nbytes, disk = settings["budget"], settings["disk"]
     budget = None
     if nbytes is not None:
         budget = MemoryBudget(
             nbytes=device.available_bytes() if nbytes == DEVICE else nbytes,
-            policy=settings["policy"],
-            scheduler=settings["scheduler"],
-            convolutions=settings["convolutions"],
             disk=None if disk is None else Path(disk),
-            tiers=settings["tiers"],
+            **opt.chosen(settings, "policy scheduler convolutions tiers"),
         )
-    shared = {name: settings[name] for name in names}
+    shared = opt.chosen(settings, "order precision layout split placement")
     return {**shared, "fuse": not settings["no_fuse"], "budget": budget}
 
 

@@ -1,4 +1,4 @@
-"""`mucudnn tune`: planned against undivided; with `--plan-only`, a survey."""
+"""`mucudnn tune`: planned against undivided, or a survey; `explain`: why a plan."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -8,22 +8,14 @@ from typing import Any
 import click
 import cloup
 
+from mucudnn.cli import options as opt
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
-from mucudnn.cli.layers import complete_source, layer_options, layers_of, title_of
-from mucudnn.cli.options import (
-    byte_size,
-    byte_sizes,
-    completing_files,
-    count,
-    file_option,
-    flag,
-    json_option,
-    limit_options,
-    make_tuner,
-    measuring_options,
-    option,
-    report_option,
-    section,
+from mucudnn.cli.layers import (
+    complete_source,
+    layer_names,
+    layer_options,
+    layers_of,
+    title_of,
 )
 from mucudnn.cli.output import (
     Record,
@@ -35,10 +27,13 @@ from mucudnn.cli.output import (
 )
 from mucudnn.cli.own_code import import_option
 from mucudnn.cli.progress import LayerWords, progress_display
+from mucudnn.codecs import encode_fields
 from mucudnn.report.text import (
+    DIRECTIONS,
     check_deepbench,
     comparison_tables,
     deepbench_tables,
+    problem_text,
 )
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.runtime.tuning.workers import process_pool
@@ -63,60 +58,55 @@ _MOST_WORKERS = 256
     "sources", metavar="[SUITE | FILE.csv]...", nargs=-1, shell_complete=complete_source
 )
 @layer_options(default_directions="all")
-@section(
+@opt.section(
     "Limits",
-    option(
+    opt.option(
         "--workspace-limit SIZE,…",
         "Workspace of a convolution; several limits are compared one by one.",
-        byte_sizes,
+        opt.byte_sizes,
         name="limits",
     ),
-    option(
-        "--total-workspace SIZE",
-        "Also divide this workspace among all convolutions.",
-        byte_size,
+    opt.option(
+        "--total-workspace SIZE", "Also divide this workspace among all convolutions."
     ),
-    limit_options,
+    opt.limit_options,
 )
-@section(
+@opt.section(
     "How",
-    measuring_options,
-    option(
+    opt.measuring_options,
+    opt.option(
         "--workers N",
         "Measure in N processes at once. They share this machine's cores, so use this "
         "with other devices or recordings.",
-        count(1, _MOST_WORKERS),
+        opt.count(1, _MOST_WORKERS),
     ),
 )
-@section(
+@opt.section(
     "Without measuring",
-    flag("--plan-only", "Measure nothing: list all algorithms and those that fit."),
-    option(
+    opt.flag("--plan-only", "Measure nothing: list all algorithms and those that fit."),
+    opt.option(
         "--device FILE|NAME",
         "With --plan-only and --backend cuda: use a description of a device.",
-        complete=completing_files,
     ),
 )
-@section(
+@opt.section(
     "Output",
-    option(
-        "--format",
+    opt.option(
+        "--format [table|deepbench] = table",
         "Format of the printed results.",
-        click.Choice(["table", "deepbench"]),
-        default="table",
         name="style",
     ),
-    json_option,
-    report_option,
-    file_option(
+    opt.json_option,
+    opt.report_option,
+    opt.file_option(
         "record",
         "Write all measurements, for --backend recorded:FILE; .gz is compressed. "
         "Slow algorithms are then measured, too.",
         recording_file,
     ),
-    flag("--verbose -v", "Print a line per layer outside a terminal."),
+    opt.flag("--verbose -v", "Print a line per layer outside a terminal."),
 )
-@flag("--list listing", "List the suites.")
+@opt.flag("--list listing", "List the suites.")
 @click.pass_context
 def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> None:
     """Measure convolutions, split their mini-batches, compare with undivided calls.
@@ -137,7 +127,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
     if settings["plan_only"]:
         refuse_measuring(settings)
         alone: Any = {"benchmark_backends": (), "total_workspace": None}
-        tuner = make_tuner(settings | {"cache_path": "none"}, **alone)
+        tuner = opt.make_tuner(settings | {"cache_path": "none"}, **alone)
         take_survey(ctx, tuner, layers, settings, title_of(sources, settings))
         return
     if device is not None:
@@ -193,7 +183,7 @@ def _compare(
         if settings["record_file"] is not None and settings["batch_policy"] != "all":
             # A replay cannot add algorithms, so measure every one.
             settings = {**settings, "exhaustive": True}
-        tuner = make_tuner(settings, progress=shown.measured, executor=pool)
+        tuner = opt.make_tuner(settings, progress=shown.measured, executor=pool)
         with tuner.cache, recording(tuner, layers, settings["record_file"]) as record:
             try:
                 comparison = compare(
@@ -276,3 +266,79 @@ def take_survey(
     publish(settings, found, survey_tables, lambda found: survey_report(found, title))
     if interrupted:
         ctx.exit(ExitCode.INTERRUPTED)
+
+
+# The reasons for a convolution's plan.
+
+
+@cloup.command()
+@import_option
+@click.argument(
+    "source",
+    metavar="[SUITE | FILE.csv]",
+    required=False,
+    shell_complete=complete_source,
+)
+@click.argument(
+    "name",
+    metavar="[LAYER]",
+    required=False,
+    shell_complete=opt.completing(layer_names),
+)
+@layer_options(default_directions="forward")
+@opt.section("Limits", opt.workspace_option, opt.limit_options)
+@opt.section("How", opt.measuring_options)
+@opt.section("Output", opt.json_option)
+def explain(*, source: str | None, name: str | None, **settings: Any) -> None:
+    """Plan a layer of a suite (its name or number), or a problem, and explain why."""
+    found = layers_of(() if source is None else (source,), settings)
+    layers = found if name is None else (_find_layer(found, name),)
+    plans = []
+    asked = in_directions(layers, settings["directions"])
+    # Every convolution gets an equal share of the time limit.
+    limit_s = settings["time_limit"]
+    share = None if limit_s is None else limit_s / len(asked)
+    with progress_display(len(asked), limit_s=limit_s) as display:
+        shown = LayerWords(display)
+        tuner = opt.make_tuner(settings, progress=shown.measured)
+        with tuner.cache:
+            for i, layer in enumerate(asked):
+                shown.begin(layer, i, len(asked))
+                tuner.measure(layer.problem, time_limit_s=share)
+                (plan,) = tuner.plan([layer.problem])
+                plans.append((layer, plan, tuner.explain(plan)))
+
+    def show() -> None:
+        for layer, _, text in plans:
+            way = DIRECTIONS[layer.problem.direction]
+            click.echo(f"{layer.name}, {way}: {problem_text(layer.problem)}")
+            click.echo(f"{text.rstrip()}\n")
+
+    data = {
+        "backend": tuner.backend.name,
+        "fingerprint": tuner.backend.device.fingerprint,
+        "numerics": tuner.numerics.words,
+        "workspace_limit": tuner.workspace_limit,
+        "layers": [
+            {
+                "name": layer.name,
+                "direction": layer.problem.direction.value,
+                "plan": encode_fields(plan),
+                "text": text,
+            }
+            for layer, plan, text in plans
+        ],
+    }
+    emit(settings["json_file"], data, show)
+
+
+def _find_layer(layers: tuple[Layer, ...], name: str) -> Layer:
+    by_number = {str(i): layer for i, layer in enumerate(layers, start=1)}
+    by_name = {layer.name: layer for layer in layers}
+    layer = by_name.get(name) or by_number.get(name)
+    if layer is None:
+        raise BadInputError(
+            f"no layer {name!r}; choose a number from 1 to {len(layers)} or one of: "
+            f"{', '.join(by_name)}"
+        )
+    return layer

@@ -266,7 +266,9 @@ _RELU = _cut("x", "x", NodeTraits(overwrites=(0,), narrow=True))
 _RELU_GRAD = _cut("xx", "x", NodeTraits(overwrites=(1,)))
 """A gradient whose inputs are a saved tensor and, second, the result's gradient."""
 
-_FORWARD = NodeTraits(replay=(("update", False),), narrow=True, reads_twice=(0,))
+_NORM = NodeTraits(narrow=True, reads_twice=(0,))
+_NORM_GRAD = NodeTraits(overwrites=(1,), reads_twice=(0,))
+_NOT_UPDATED = (("update", False),)
 
 _MEAN_OF_VALUES = Batch((), (), averaged=(0,), sliced=partial(counted, 0))
 _MEAN_OF_LABELS = Batch((), (), averaged=(0,), sliced=partial(counted, 1))
@@ -380,6 +382,12 @@ _ADD_CHANNELS = _images(
 _APPLY_BATCH_NORM = _cut("x----", "x", NodeTraits(overwrites=(0,)))
 _MERGE = NodeTraits(recomputable=False)
 
+
+def _per_channel(traits: NodeTraits, **more: Any) -> Operation:
+    """Return an operation with parameters per channel, with changes of its traits."""
+    return Operation(replace(traits, **more), channels_last=_CHANNELS)
+
+
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     {
         # Updates of parameters and of what belongs to them.
@@ -425,67 +433,48 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "conv": Operation(_conv, cut_conv, _CONV),
         "matmul": Operation(_matmul),
         # Normalizations, whole and in pieces.
-        "batch_norm": Operation(
-            NodeTraits(
-                recompute_as=Recomputation(
-                    "batch_norm_apply", (0, 1, 2, 6, 7), _APPLY_BATCH_NORM
-                ),
-                narrow=True,
-                reads_twice=(0,),
-                decomposition=_batch_norm,
+        "batch_norm": _per_channel(
+            _NORM,
+            recompute_as=Recomputation(
+                "batch_norm_apply", (0, 1, 2, 6, 7), _APPLY_BATCH_NORM
             ),
-            channels_last=_CHANNELS,
+            decomposition=_batch_norm,
         ),
         "batch_norm_eval": _images(_cut("x----", "x", _NARROW), _CHANNELS),
-        "batch_norm_grad": Operation(
-            NodeTraits(
-                overwrites=(1,), reads_twice=(0,), decomposition=_batch_norm_grad
-            ),
-            channels_last=_CHANNELS,
-        ),
-        "batch_norm_sums": Operation(
-            _cut("x", "-", how=Batch((), (), gathered=(0,))), channels_last=_CHANNELS
+        "batch_norm_grad": _per_channel(_NORM_GRAD, decomposition=_batch_norm_grad),
+        "batch_norm_sums": _per_channel(
+            _cut("x", "-", how=Batch((), (), gathered=(0,)))
         ),
         "batch_norm_merge": Operation(_MERGE),
-        "batch_norm_apply": Operation(_APPLY_BATCH_NORM, channels_last=_CHANNELS),
-        "batch_norm_grad_sums": Operation(_cut("xx--", "--"), channels_last=_CHANNELS),
-        "batch_norm_grad_apply": Operation(
-            _cut("xx-----", "x", NodeTraits(overwrites=(1,))), channels_last=_CHANNELS
+        "batch_norm_apply": _per_channel(_APPLY_BATCH_NORM),
+        "batch_norm_grad_sums": _per_channel(_cut("xx--", "--")),
+        "batch_norm_grad_apply": _per_channel(_cut("xx-----", "x"), overwrites=(1,)),
+        "batch_norm_relu": _per_channel(
+            _NORM, replay=_NOT_UPDATED, decomposition=_batch_norm_relu
         ),
-        "batch_norm_relu": Operation(
-            replace(_FORWARD, decomposition=_batch_norm_relu), channels_last=_CHANNELS
+        "batch_norm_relu_grad": _per_channel(
+            _NORM_GRAD, reads_twice=(0, 1), decomposition=_batch_norm_relu_grad
         ),
-        "batch_norm_relu_grad": Operation(
-            NodeTraits(
-                overwrites=(1,), reads_twice=(0, 1), decomposition=_batch_norm_relu_grad
-            ),
-            channels_last=_CHANNELS,
+        "batch_norm_add_relu": _per_channel(
+            _NORM,
+            replay=_NOT_UPDATED,
+            joins_branches=True,
+            decomposition=_batch_norm_add_relu,
         ),
-        "batch_norm_add_relu": Operation(
-            replace(_FORWARD, joins_branches=True, decomposition=_batch_norm_add_relu),
-            channels_last=_CHANNELS,
-        ),
-        "batch_norm_add_relu_grad": Operation(
-            NodeTraits(
-                overwrites=(1,),
-                reads_twice=(0,),
-                decomposition=_batch_norm_add_relu_grad,
-            ),
-            channels_last=_CHANNELS,
+        "batch_norm_add_relu_grad": _per_channel(
+            _NORM_GRAD, decomposition=_batch_norm_add_relu_grad
         ),
         "group_norm": Operation(
-            NodeTraits(
-                narrow=True,
-                reads_twice=(0,),
+            replace(
+                _NORM,
                 batch=Batch((0, None, None), (0, 0, 0)),
                 decomposition=_group_norm,
             ),
             channels_last=_GROUPS,
         ),
         "group_norm_grad": Operation(
-            NodeTraits(
-                overwrites=(1,),
-                reads_twice=(0,),
+            replace(
+                _NORM_GRAD,
                 batch=Batch((0, 0, None, 0, 0), (0, None, None)),
                 decomposition=_group_norm_grad,
             ),

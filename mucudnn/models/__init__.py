@@ -17,9 +17,15 @@ from types import MappingProxyType
 
 from mucudnn.ir.graph import IMAGE, LABEL, Graph
 from mucudnn.ir.sizes import parse_integer
-from mucudnn.models.alexnet import (
+from mucudnn.models.densenet import densenet40, densenet121
+from mucudnn.models.inception import googlenet, googlenet_plain, inception_v4
+from mucudnn.models.model import FunctionModel, Model, class_count
+from mucudnn.models.plain import (
     alexnet,
     alexnet_owt,
+    cifar_quick,
+    digits,
+    lenet,
     overfeat,
     vgg16,
     vgg19,
@@ -28,10 +34,6 @@ from mucudnn.models.alexnet import (
     vgg316,
     vgg416,
 )
-from mucudnn.models.densenet import densenet40, densenet121
-from mucudnn.models.googlenet import googlenet, googlenet_plain
-from mucudnn.models.inception_v4 import inception_v4
-from mucudnn.models.model import FunctionModel, Model, class_count
 from mucudnn.models.resnet import (
     resnet18,
     resnet20,
@@ -45,7 +47,6 @@ from mucudnn.models.resnet import (
     resnet152,
     resnet_superneurons,
 )
-from mucudnn.models.small import cifar_quick, digits, lenet
 from mucudnn.models.unet import unet2d, unet2d_bn, unet3d, unet3d_plain
 from mucudnn.plugins import PluginWarning, find_plugin, plugin_names
 

@@ -383,11 +383,7 @@ def drifted(fleet: Fleet, factors: Sequence[float]) -> Fleet:
 
 
 def replanned(
-    fleet: Fleet,
-    samples: Sequence[int],
-    factors: Sequence[float],
-    *,
-    at_least: int = 0,
+    fleet: Fleet, samples: Sequence[int], factors: Sequence[float], *, at_least: int = 0
 ) -> FleetPlan | None:
     """Return a better split if ranks drifted and the change pays; else None.
 

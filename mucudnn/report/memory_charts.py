@@ -221,10 +221,7 @@ class Series:
 
 
 def speed_chart(
-    series: Sequence[Series],
-    *,
-    width: float = WIDTH,
-    height: float = 300.0,
+    series: Sequence[Series], *, width: float = WIDTH, height: float = 300.0
 ) -> Markup:
     """Draw speed against budget, relative to the speed without one."""
     frame = Frame(56.0, width - 14, 26.0, height - 44)

@@ -15,8 +15,7 @@ from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.plan_step import DescribedStep
 from mucudnn.passes.scheduling.problem import origin
 from mucudnn.passes.scheduling.step_plan import CountedPlan, StepPlan
-from mucudnn.report.comparison import comparison_body
-from mucudnn.report.conv_charts import curve, plan_bar, timeline
+from mucudnn.report.comparison import comparison_body, curve, plan_bar, timeline
 from mucudnn.report.fleet import fleet_body, fleet_facts, fleet_heading
 from mucudnn.report.memory import (
     QUEUES,
@@ -25,12 +24,7 @@ from mucudnn.report.memory import (
     memory_body,
     memory_report,
 )
-from mucudnn.report.memory_charts import (
-    KINDS,
-    lanes_chart,
-    memory_chart,
-    stack_chart,
-)
+from mucudnn.report.memory_charts import KINDS, lanes_chart, memory_chart, stack_chart
 from mucudnn.report.page import SHEETS, header, legend, page, rendered, styles, table
 from mucudnn.report.survey import survey_tables
 from mucudnn.report.svg import Child, Markup, marker, tag
@@ -97,9 +91,7 @@ def _conv_plan(plan: ConvPlan) -> str:
 
 @draw.register
 def _step_plan(
-    plan: StepPlan,
-    placed: PlacedStep | None = None,
-    counted: CountedPlan | None = None,
+    plan: StepPlan, placed: PlacedStep | None = None, counted: CountedPlan | None = None
 ) -> str:
     """Return memory over the step, its peak, its arena, and the predicted slowdown."""
     prediction = plan.prediction

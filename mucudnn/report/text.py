@@ -13,11 +13,7 @@ from typing import TextIO
 
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
 from mucudnn.ir.sizes import format_bytes
-from mucudnn.studies.convolutions import (
-    Comparison,
-    Limit,
-    LimitSummary,
-)
+from mucudnn.studies.convolutions import Comparison, Limit, LimitSummary
 
 _FASTER = 1.05
 _NARROW = 110

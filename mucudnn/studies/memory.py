@@ -21,13 +21,7 @@ from mucudnn.ir.sizes import format_bytes, parse_bytes
 from mucudnn.ir.tensor import Role
 from mucudnn.models import IMAGE
 from mucudnn.passes.planning.bound import lower_bound
-from mucudnn.passes.planning.cutting import (
-    WHOLE,
-    Cutting,
-    Split,
-    check_split,
-    cuttings,
-)
+from mucudnn.passes.planning.cutting import WHOLE, Cutting, Split, check_split, cuttings
 from mucudnn.passes.planning.place_step import (
     place_step,
     place_tiered_step,
@@ -247,12 +241,7 @@ class MemoryTrials:
         self._least_in_parts: int | None = None
 
     def run(
-        self,
-        *,
-        curve: bool,
-        max_batch: bool,
-        min_budget: bool,
-        slowdown: float | None,
+        self, *, curve: bool, max_batch: bool, min_budget: bool, slowdown: float | None
     ) -> MemoryStudy:
         """Run all trials; Ctrl-C ends them with the results so far."""
         try:

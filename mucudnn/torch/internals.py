@@ -98,11 +98,7 @@ def outside_of_tracing() -> Iterator[None]:
     Fake tensors are made by a dispatch mode; there is no public way to suspend it.
     Autocast is off because casts are in the graph.
     """
-    with (
-        _disable_current_modes(),
-        torch.no_grad(),
-        autocast_off(),
-    ):
+    with _disable_current_modes(), torch.no_grad(), autocast_off():
         yield
 
 
@@ -115,12 +111,7 @@ def while_compiling(given: Sequence[Any]) -> Iterator[None]:
     other threads call meanwhile would refuse to be traced.
     """
     session = getattr(torch.compiler, "_compile_session_context", nullcontext)
-    with (
-        compile_lock,
-        session(),
-        _disable_current_modes(),
-        forked_generators(given),
-    ):
+    with compile_lock, session(), _disable_current_modes(), forked_generators(given):
         yield
 
 

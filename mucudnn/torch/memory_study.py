@@ -44,11 +44,7 @@ from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import DatalessStep, KernelResults
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
 from mucudnn.torch.capture.step import CapturedStep, capture_step
-from mucudnn.torch.capture.step_tensors import (
-    StepParts,
-    StepSettings,
-    scheduled_floats,
-)
+from mucudnn.torch.capture.step_tensors import StepParts, StepSettings, scheduled_floats
 from mucudnn.torch.costs.measure import estimated, measured
 from mucudnn.torch.distributed.ranks import (
     COUNTS,

@@ -115,9 +115,7 @@ class EagerUpdate:
         return cls(usage, reason, copied_bytes, held + copied_bytes + usage.peak)
 
     def plan(
-        self,
-        budget: float,
-        plan_passes: Callable[[float], tuple[_PlannerT, TorchPlan]],
+        self, budget: float, plan_passes: Callable[[float], tuple[_PlannerT, TorchPlan]]
     ) -> tuple[_PlannerT, TorchPlan]:
         """Plan the passes in what the optimizer leaves of a budget.
 

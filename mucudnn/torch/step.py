@@ -55,12 +55,7 @@ from mucudnn.torch.capture.step_tensors import (
 )
 from mucudnn.torch.distributed.collectives import lost_ranks_told
 from mucudnn.torch.distributed.distribute import described
-from mucudnn.torch.distributed.sharding import (
-    Sharding,
-    as_sharded,
-    groups_of,
-    release,
-)
+from mucudnn.torch.distributed.sharding import Sharding, as_sharded, groups_of, release
 from mucudnn.torch.distributed.step_ranks import (
     StepRanks,
     inner_model,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mucudnn.backends.cuda.libcudnn import (
-    Attribute,
+    ATTRIBUTES,
     AttributeType,
     ConvolutionMode,
     Cudnn,
@@ -33,10 +33,13 @@ _C_TYPES: Mapping[AttributeType, Any] = {
 
 
 class Descriptor:
-    """An object of the library, destroyed with this one."""
+    """An object of the library, destroyed with this one.
+
+    Attributes are named without their prefix, which is the name of the object's type.
+    """
 
     def __init__(self, calls: Cudnn, kind: DescriptorType) -> None:
-        self._calls = calls
+        self._calls, self._prefix = calls, kind.name.replace("BACKWARD", "BWD")
         self._kept: list[object] = []
         pointer = ctypes.c_void_p()
         calls.call("cudnnBackendCreateDescriptor", kind, ctypes.byref(pointer))
@@ -47,82 +50,82 @@ class Descriptor:
             with contextlib.suppress(MucudnnError):
                 self._calls.call("cudnnBackendDestroyDescriptor", self.pointer)
 
-    def set(
-        self, attribute: Attribute, *values: Any, kind: AttributeType | None = None
-    ) -> "Descriptor":
-        """Set an attribute to one or several values; return self.
+    @classmethod
+    def made(cls, calls: Cudnn, kind: DescriptorType, **values: Any) -> "Descriptor":
+        """Return a finalized descriptor with attributes; those of None are not set.
 
-        Descriptors among the values are kept alive as long as this one. `kind` is the
-        attribute type if the values' Python type does not imply it.
+        A tuple gives an attribute several values. Descriptors among the values are kept
+        alive as long as this one.
         """
-        if kind is None:
-            kind = _KINDS.get(type(values[0]), AttributeType.INT64)
-        if kind is AttributeType.BACKEND_DESCRIPTOR:
-            self._kept += values
-            values = tuple(value.pointer for value in values)
-        array = (_C_TYPES.get(kind, ctypes.c_int) * len(values))(*values)
-        arguments = self.pointer, attribute, kind, len(values), array
-        self._calls.call("cudnnBackendSetAttribute", *arguments)
-        return self
+        made = cls(calls, kind)
+        for name, value in values.items():
+            if value is not None:
+                made._set(name, value if isinstance(value, tuple) else (value,))
+        calls.call("cudnnBackendFinalize", made.pointer)
+        return made
 
-    def set_text(self, attribute: Attribute, text: str) -> "Descriptor":
-        """Set an attribute that is text; return self."""
-        buffer = ctypes.create_string_buffer(text.encode())
-        arguments = self.pointer, attribute, AttributeType.CHAR, len(buffer), buffer
+    def _set(self, name: str, values: tuple[Any, ...]) -> None:
+        kind = _KINDS.get(name) or _KINDS.get(type(values[0]), AttributeType.INT64)
+        if kind is AttributeType.CHAR:
+            array: Any = ctypes.create_string_buffer(values[0].encode())
+        else:
+            if kind is AttributeType.BACKEND_DESCRIPTOR:
+                self._kept += values
+                values = tuple(value.pointer for value in values)
+            array = (_C_TYPES.get(kind, ctypes.c_int) * len(values))(*values)
+        arguments = self.pointer, self._attribute(name), kind, len(array), array
         self._calls.call("cudnnBackendSetAttribute", *arguments)
-        return self
-
-    def finalize(self) -> "Descriptor":
-        """Check and freeze the descriptor, which can be used only then; return self."""
-        self._calls.call("cudnnBackendFinalize", self.pointer)
-        return self
 
     def keep(self, other: object) -> "Descriptor":
         """Keep an object alive as long as this one; return self."""
         self._kept.append(other)
         return self
 
-    def count(self, attribute: Attribute, kind: AttributeType) -> int:
-        """Return the number of values of an attribute."""
-        return self._get(attribute, kind, 0, None)
-
-    def get(
-        self,
-        attribute: Attribute,
-        kind: AttributeType = AttributeType.INT64,
-        most: int = 1,
-    ) -> Any:
+    def get(self, name: str, most: int = 1) -> Any:
         """Return up to `most` values of an attribute, as a list."""
+        kind = _KINDS.get(name, AttributeType.INT64)
         values = (_C_TYPES.get(kind, ctypes.c_int) * most)()
-        return list(values[: self._get(attribute, kind, most, values)])
+        return list(values[: self._get(name, kind, most, values)])
 
-    def get_text(self, attribute: Attribute) -> str:
+    def get_text(self, name: str) -> str:
         """Return the value of an attribute that is text."""
-        nbytes = self.count(attribute, AttributeType.CHAR)
+        nbytes = self._get(name, AttributeType.CHAR, 0, None)
         buffer = ctypes.create_string_buffer(nbytes + 1)
-        self._get(attribute, AttributeType.CHAR, nbytes, buffer)
+        self._get(name, AttributeType.CHAR, nbytes, buffer)
         return buffer.value.decode()
 
     def get_new(
-        self, attribute: Attribute, kind: DescriptorType, most: int
+        self, name: str, kind: DescriptorType, most: int | None = None
     ) -> "list[Descriptor]":
-        """Return up to `most` new descriptors, filled from an attribute."""
+        """Return up to `most` new descriptors, or all, filled from an attribute."""
+        descriptor = AttributeType.BACKEND_DESCRIPTOR
+        if most is None:
+            most = self._get(name, descriptor, 0, None)
         found = [Descriptor(self._calls, kind) for _ in range(most)]
         pointers = (ctypes.c_void_p * most)(*(each.pointer for each in found))
-        descriptor = AttributeType.BACKEND_DESCRIPTOR
-        return found[: self._get(attribute, descriptor, most, pointers)]
+        return found[: self._get(name, descriptor, most, pointers)]
 
-    def _get(
-        self, attribute: Attribute, kind: AttributeType, most: int, array: Any
-    ) -> int:
+    def _get(self, name: str, kind: AttributeType, most: int, array: Any) -> int:
         """Fill an array of up to `most` values; return how many there are."""
         count = ctypes.c_int64()
-        arguments = self.pointer, attribute, kind, most, ctypes.byref(count), array
+        place = self.pointer, self._attribute(name)
+        arguments = *place, kind, most, ctypes.byref(count), array
         self._calls.call("cudnnBackendGetAttribute", *arguments)
         return count.value
 
+    def _attribute(self, name: str) -> int:
+        return ATTRIBUTES[f"{self._prefix}_{name}"]
 
-_KINDS: Mapping[type, AttributeType] = {
+
+_KINDS: Mapping[object, AttributeType] = {
+    "BEHAVIOR_NOTE": AttributeType.BEHAVIOR_NOTE,
+    "DATA_POINTERS": AttributeType.VOID_PTR,
+    "DEVICE_ID": AttributeType.INT32,
+    "HANDLE": AttributeType.HANDLE,
+    "JSON_REPRESENTATION": AttributeType.CHAR,
+    "KNOB_TYPE": AttributeType.KNOB_TYPE,
+    "NUMERICAL_NOTE": AttributeType.NUMERICAL_NOTE,
+    "WORKSPACE": AttributeType.VOID_PTR,
     ConvolutionMode: AttributeType.CONVOLUTION_MODE,
     DataType: AttributeType.DATA_TYPE,
     Descriptor: AttributeType.BACKEND_DESCRIPTOR,
@@ -130,9 +133,10 @@ _KINDS: Mapping[type, AttributeType] = {
     NanPropagation: AttributeType.NAN_PROPOGATION,
     PointwiseMode: AttributeType.POINTWISE_MODE,
     bool: AttributeType.BOOLEAN,
-    float: AttributeType.FLOAT,
+    ctypes.c_double: AttributeType.DOUBLE,
+    ctypes.c_float: AttributeType.FLOAT,
 }
-"""Python type of values to attribute type; whole numbers are INT64."""
+"""Name of an attribute, or else type of its values -> attribute type; else INT64."""
 
 
 _LARGEST_INT = 2**31 - 1
@@ -229,9 +233,9 @@ class DescribedSession:
     def __init__(self, calls: Cudnn, text: str) -> None:
         self.calls = calls
         try:
-            made = Descriptor(calls, DescriptorType.DEVICEPROP)
-            made.set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, text)
-            self.description = made.finalize()
+            self.description = Descriptor.made(
+                calls, DescriptorType.DEVICEPROP, JSON_REPRESENTATION=text
+            )
         except MucudnnError as e:
             raise BackendUnavailableError(
                 f"cuDNN does not take this device description: {e}"
@@ -247,6 +251,5 @@ Session = LiveSession | DescribedSession
 
 def describe_device(calls: Cudnn, index: int) -> str:
     """Return the description of a present device, as JSON."""
-    description = Descriptor(calls, DescriptorType.DEVICEPROP)
-    description.set(Attribute.DEVICEPROP_DEVICE_ID, index, kind=AttributeType.INT32)
-    return description.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)
+    found = Descriptor.made(calls, DescriptorType.DEVICEPROP, DEVICE_ID=index)
+    return found.get_text("JSON_REPRESENTATION")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from mucudnn.backends.cuda.copies import CudaCopier, CudaStepIO, pinned
-from mucudnn.backends.cuda.kernels.source import Program
+from mucudnn.backends.cuda.kernels.launch import Program
 from mucudnn.backends.cuda.loading import refuse_bits, release_text, with_install_hints
 from mucudnn.backends.device import Copier, Device
 from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError

@@ -5,7 +5,7 @@ tests compare it with the headers and replace `Cudnn` by a recording fake.
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -96,10 +96,7 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "cudnnSetConvolutionGroupCount": (_INT, (_PTR, _INT)),
     "cudnnSetConvolutionMathType": (_INT, (_PTR, _INT)),
-    "cudnnGetConvolutionNdForwardOutputDim": (
-        _INT,
-        (_PTR, _PTR, _PTR, _INT, _INTS),
-    ),
+    "cudnnGetConvolutionNdForwardOutputDim": (_INT, (_PTR, _PTR, _PTR, _INT, _INTS)),
     **{
         name.format(direction): (_INT, arguments)
         for direction in ("Forward", "BackwardData", "BackwardFilter")
@@ -124,10 +121,7 @@ PROTOTYPES: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
         _INT,
         (*_NORM, *[_PTR] * 7, _DOUBLE, _PTR, _PTR, _DOUBLE, _PTR, _PTR),
     ),
-    "cudnnBatchNormalizationForwardInference": (
-        _INT,
-        (*_NORM, *[_PTR] * 9, _DOUBLE),
-    ),
+    "cudnnBatchNormalizationForwardInference": (_INT, (*_NORM, *[_PTR] * 9, _DOUBLE)),
     "cudnnBatchNormalizationBackward": (
         _INT,
         (*_NORM, *[_PTR] * 12, _DOUBLE, _PTR, _PTR),
@@ -274,75 +268,43 @@ class AttributeType(IntEnum):
     CHAR = 24
 
 
-class Attribute(IntEnum):
-    """Attributes of the graph API's objects."""
+_ATTRIBUTES = {
+    "POINTWISE": "0 MODE MATH_PREC NAN_PROPAGATION",
+    "CONVOLUTION": "100 COMP_TYPE CONV_MODE DILATIONS FILTER_STRIDES POST_PADDINGS "
+    "PRE_PADDINGS SPATIAL_DIMS",
+    "ENGINEHEUR": "200 MODE OPERATION_GRAPH RESULTS 204 DEVICEPROP",
+    "ENGINECFG": "300 ENGINE 302 KNOB_CHOICES WORKSPACE_SIZE",
+    "EXECUTION_PLAN": "400 HANDLE ENGINE_CONFIG WORKSPACE_SIZE "
+    "405 JSON_REPRESENTATION 407 DEVICEPROP",
+    "KNOB_CHOICE": "600 KNOB_TYPE KNOB_VALUE",
+    "OPERATION_CONVOLUTION_FORWARD": "700 ALPHA BETA CONV_DESC W X Y",
+    "OPERATION_CONVOLUTION_BWD_DATA": "706 ALPHA BETA CONV_DESC W DX DY",
+    "OPERATION_CONVOLUTION_BWD_FILTER": "712 ALPHA BETA CONV_DESC DW X DY",
+    "OPERATION_POINTWISE": "750 PW_DESCRIPTOR XDESC BDESC YDESC",
+    "OPERATIONGRAPH": "800 HANDLE OPS ENGINE_GLOBAL_COUNT",
+    "TENSOR": "900 BYTE_ALIGNMENT DATA_TYPE DIMENSIONS STRIDES "
+    "906 UNIQUE_ID IS_VIRTUAL",
+    "VARIANT_PACK": "1000 UNIQUE_IDS DATA_POINTERS 1003 WORKSPACE",
+    "ENGINE": "1300 OPERATION_GRAPH GLOBAL_INDEX 1303 NUMERICAL_NOTE "
+    "1305 BEHAVIOR_NOTE 1307 DEVICEPROP",
+    "DEVICEPROP": "2700 DEVICE_ID 2702 JSON_REPRESENTATION",
+}
+"""Prefix -> names of attributes, consecutive from the number ahead of them."""
 
-    POINTWISE_MODE = 0
-    POINTWISE_MATH_PREC = 1
-    POINTWISE_NAN_PROPAGATION = 2
-    CONVOLUTION_COMP_TYPE = 100
-    CONVOLUTION_CONV_MODE = 101
-    CONVOLUTION_DILATIONS = 102
-    CONVOLUTION_FILTER_STRIDES = 103
-    CONVOLUTION_POST_PADDINGS = 104
-    CONVOLUTION_PRE_PADDINGS = 105
-    CONVOLUTION_SPATIAL_DIMS = 106
-    ENGINEHEUR_MODE = 200
-    ENGINEHEUR_OPERATION_GRAPH = 201
-    ENGINEHEUR_RESULTS = 202
-    ENGINEHEUR_DEVICEPROP = 204
-    ENGINECFG_ENGINE = 300
-    ENGINECFG_KNOB_CHOICES = 302
-    ENGINECFG_WORKSPACE_SIZE = 303
-    EXECUTION_PLAN_HANDLE = 400
-    EXECUTION_PLAN_ENGINE_CONFIG = 401
-    EXECUTION_PLAN_WORKSPACE_SIZE = 402
-    EXECUTION_PLAN_JSON_REPRESENTATION = 405
-    EXECUTION_PLAN_DEVICEPROP = 407
-    KNOB_CHOICE_KNOB_TYPE = 600
-    KNOB_CHOICE_KNOB_VALUE = 601
-    OPERATION_CONVOLUTION_FORWARD_ALPHA = 700
-    OPERATION_CONVOLUTION_FORWARD_BETA = 701
-    OPERATION_CONVOLUTION_FORWARD_CONV_DESC = 702
-    OPERATION_CONVOLUTION_FORWARD_W = 703
-    OPERATION_CONVOLUTION_FORWARD_X = 704
-    OPERATION_CONVOLUTION_FORWARD_Y = 705
-    OPERATION_CONVOLUTION_BWD_DATA_ALPHA = 706
-    OPERATION_CONVOLUTION_BWD_DATA_BETA = 707
-    OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC = 708
-    OPERATION_CONVOLUTION_BWD_DATA_W = 709
-    OPERATION_CONVOLUTION_BWD_DATA_DX = 710
-    OPERATION_CONVOLUTION_BWD_DATA_DY = 711
-    OPERATION_CONVOLUTION_BWD_FILTER_ALPHA = 712
-    OPERATION_CONVOLUTION_BWD_FILTER_BETA = 713
-    OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC = 714
-    OPERATION_CONVOLUTION_BWD_FILTER_DW = 715
-    OPERATION_CONVOLUTION_BWD_FILTER_X = 716
-    OPERATION_CONVOLUTION_BWD_FILTER_DY = 717
-    OPERATION_POINTWISE_PW_DESCRIPTOR = 750
-    OPERATION_POINTWISE_XDESC = 751
-    OPERATION_POINTWISE_BDESC = 752
-    OPERATION_POINTWISE_YDESC = 753
-    OPERATIONGRAPH_HANDLE = 800
-    OPERATIONGRAPH_OPS = 801
-    OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802
-    TENSOR_BYTE_ALIGNMENT = 900
-    TENSOR_DATA_TYPE = 901
-    TENSOR_DIMENSIONS = 902
-    TENSOR_STRIDES = 903
-    TENSOR_UNIQUE_ID = 906
-    TENSOR_IS_VIRTUAL = 907
-    VARIANT_PACK_UNIQUE_IDS = 1000
-    VARIANT_PACK_DATA_POINTERS = 1001
-    VARIANT_PACK_WORKSPACE = 1003
-    ENGINE_OPERATION_GRAPH = 1300
-    ENGINE_GLOBAL_INDEX = 1301
-    ENGINE_NUMERICAL_NOTE = 1303
-    ENGINE_BEHAVIOR_NOTE = 1305
-    ENGINE_DEVICEPROP = 1307
-    DEVICEPROP_DEVICE_ID = 2700
-    DEVICEPROP_JSON_REPRESENTATION = 2702
 
+def _numbered_attributes() -> Iterator[tuple[str, int]]:
+    for prefix, words in _ATTRIBUTES.items():
+        number = 0
+        for word in words.split():
+            if word.isdecimal():
+                number = int(word)
+            else:
+                yield f"{prefix}_{word}", number
+                number += 1
+
+
+ATTRIBUTES: Mapping[str, int] = dict(_numbered_attributes())
+"""Attributes of the graph API's objects."""
 
 HeurMode = IntEnum("HeurMode", {"B": 1, "FALLBACK": 2, "A": 3})
 """Lists of engine configurations that a heuristic gives."""

@@ -21,11 +21,7 @@ from typing import Any, NamedTuple
 
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, PerfTable
-from mucudnn.passes.convolution.pareto import (
-    least_workspace,
-    no_plan,
-    pareto_front,
-)
+from mucudnn.passes.convolution.pareto import least_workspace, no_plan, pareto_front
 from mucudnn.passes.linear_program import cbc, import_pulp, solver_errors
 from mucudnn.passes.registry import name_of
 

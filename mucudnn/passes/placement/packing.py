@@ -201,9 +201,7 @@ def _release(gaps: list[tuple[int, int]], offset: int, nbytes: int, top: int) ->
 
 
 def on_top(
-    blocks: Sequence[Block],
-    order: Sequence[int],
-    fixed: Mapping[int, int] = _NOTHING,
+    blocks: Sequence[Block], order: Sequence[int], fixed: Mapping[int, int] = _NOTHING
 ) -> list[int]:
     """Place each block above all placed blocks that are alive at the same time.
 

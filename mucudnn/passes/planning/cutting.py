@@ -266,8 +266,7 @@ class SplitStep:
     def within(self, budget: float) -> "SplitStep":
         """Return the step as it is planned within a budget of bytes."""
         return replace(
-            self,
-            request=lambda graph, costs: self.request(graph, costs).within(budget),
+            self, request=lambda graph, costs: self.request(graph, costs).within(budget)
         )
 
     def in_parts(self, parts: int | Cutting) -> Graph:

@@ -20,15 +20,19 @@ from mucudnn.ir.graph import Graph
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import exact_bytes
 from mucudnn.passes.placement.layout import PlacedStep
-from mucudnn.passes.planning.collection import gc_relaxed
 from mucudnn.passes.planning.cutting import Split, SplitStep
 from mucudnn.passes.planning.request import StepRequest, check_residency, plan_residency
-from mucudnn.passes.planning.search import least_memory, search
-from mucudnn.passes.planning.vdnn_dyn import check_vdnn_dyn, vdnn_dyn
+from mucudnn.passes.planning.search import (
+    check_vdnn_dyn,
+    least_memory,
+    search,
+    vdnn_dyn,
+)
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import PLANNED, VDNN_DYN, decide
 from mucudnn.passes.scheduling.intervals import budget_error
 from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.processes import gc_relaxed
 
 STEP_PLANNERS: Mapping[str, Callable[[StepRequest], StepPlan]] = MappingProxyType(
     {PLANNED: search, VDNN_DYN: vdnn_dyn}
@@ -108,9 +112,7 @@ def _advised(error: PlanningError, request: StepRequest) -> PlanningError:
     node = closest.node or error.node
     if node is None:
         return PlanningError(
-            f"{error}; {remedy}",
-            short_by=least - refused,
-            least_bytes=least,
+            f"{error}; {remedy}", short_by=least - refused, least_bytes=least
         )
     return budget_error(node, least, request.budget, remedy)
 

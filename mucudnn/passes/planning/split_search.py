@@ -12,13 +12,7 @@ from typing import Any
 from mucudnn.errors import PlanningError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.passes.graph.split import of_whole
-from mucudnn.passes.planning.climbing import (
-    Climb,
-    SearchState,
-    changes_of,
-    try_changes,
-)
-from mucudnn.passes.planning.collection import gc_relaxed
+from mucudnn.passes.planning.climbing import Climb, SearchState, changes_of, try_changes
 from mucudnn.passes.planning.cutting import (
     AUTO,
     BATCH,
@@ -41,11 +35,9 @@ from mucudnn.passes.residency import (
     RECOMPUTED_BACKWARD,
     Residency,
 )
-from mucudnn.passes.residency.candidates import (
-    Candidate,
-    alike_changes,
-)
+from mucudnn.passes.residency.candidates import Candidate, alike_changes
 from mucudnn.passes.scheduling.step_plan import StepPlan
+from mucudnn.processes import gc_relaxed
 
 _HARDLY_SLOWER = 1.01
 """Factor on the fastest candidate within which slices are improved. Their start has all

@@ -11,10 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import Graph
-from mucudnn.passes.graph.rematerialize import (
-    is_checkpoint,
-    recompute_ms,
-)
+from mucudnn.passes.graph.rematerialize import is_checkpoint, recompute_ms
 from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.residency import (
     EVERYTHING,

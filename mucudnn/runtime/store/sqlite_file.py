@@ -21,19 +21,7 @@ from typing import Any, TypeVar
 
 from mucudnn.files import check_file
 from mucudnn.processes import PerProcess, on_fork
-from mucudnn.runtime.store.tables import (
-    ForeignError,
-    NewerError,
-    UnusableError,
-    add_missing,
-    check_contents,
-    check_tables,
-    checked_since,
-    create,
-    in_memory,
-    is_empty,
-    salvage,
-)
+from mucudnn.runtime.store import tables
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +60,7 @@ class RecordFile:
         self._inode = 0
         self.checked_since = 0.0
         self._path: Path | None = None
-        self._db = in_memory()
+        self._db = tables.in_memory()
         on_fork(self)
         if path is None:
             return
@@ -115,7 +103,7 @@ class RecordFile:
                         raise
                     contradicted = True
                     self._db.close()
-                    self._open(self._path, found=UnusableError(str(e)))
+                    self._open(self._path, found=tables.UnusableError(str(e)))
                 except (sqlite3.DatabaseError, UnicodeDecodeError) as e:
                     if self._path is None:
                         raise
@@ -166,7 +154,7 @@ class RecordFile:
             return
         # Kept without being closed: closing it here would act on the parent's files.
         self._inherited.append(self._db)
-        self._db = in_memory()
+        self._db = tables.in_memory()
         self._at_rest = self._path is not None and not self._closed
 
     def _open(self, file: Path, found: Exception | None = None) -> None:
@@ -182,7 +170,7 @@ class RecordFile:
                     db = self._connect(file) if aside else None
                     if problem and db and aside and aside != file:
                         self._salvage_from(file, aside, db, problem)
-            except (*_READING, UnusableError, NewerError, OSError) as e:
+            except (*_READING, tables.UnusableError, tables.NewerError, OSError) as e:
                 problem = e
                 if not _is_damage(e):
                     break
@@ -202,21 +190,21 @@ class RecordFile:
             file, timeout=self._timeout_s, isolation_level=None, check_same_thread=False
         )
         try:
-            empty = is_empty(db)
+            empty = tables.is_empty(db)
             # A read-only folder cannot hold a write-ahead log, but the rows can be
             # read.
             with contextlib.suppress(sqlite3.OperationalError):
                 db.execute("PRAGMA journal_mode = WAL")
             if empty:
                 with transaction(db):
-                    if is_empty(db):
-                        create(db)
+                    if tables.is_empty(db):
+                        tables.create(db)
             else:
-                add_missing(db)
-            check_tables(db)
+                tables.add_missing(db)
+            tables.check_tables(db)
             if not empty:
-                check_contents(db)
-            self.checked_since = checked_since(db)
+                tables.check_contents(db)
+            self.checked_since = tables.checked_since(db)
             # A power cut may lose the last rows, which are measured again, but not the
             # file.
             db.execute("PRAGMA synchronous = NORMAL")
@@ -239,7 +227,7 @@ class RecordFile:
             # It may have been renamed before the lock was taken.
             if inode(file) != self._inode:
                 return file
-            kind = "foreign" if isinstance(problem, ForeignError) else "corrupt"
+            kind = "foreign" if isinstance(problem, tables.ForeignError) else "corrupt"
             stamp = time.strftime("%Y%m%d-%H%M%S")
             aside, number = Path(f"{file}.{kind}-{stamp}"), 0
             while aside.exists():
@@ -257,16 +245,16 @@ class RecordFile:
     ) -> None:
         """Copy the sound rows of a file that was set aside, if its tables are ours."""
         words = "none of its rows can be read"
-        with contextlib.suppress(*_READING, UnusableError, NewerError):
+        with contextlib.suppress(*_READING, tables.UnusableError, tables.NewerError):
             # Without a write-ahead log the file is complete, and needs no side files.
             whole = not Path(f"{aside}-wal").exists()
             uri = f"{aside.as_uri()}?{'immutable=1' if whole else 'mode=ro'}"
             with contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source:
-                if not is_empty(source):
-                    check_tables(source)
+                if not tables.is_empty(source):
+                    tables.check_tables(source)
                     with transaction(db):
-                        words = f"{salvage(source, db)} of its rows are kept"
-                    self.checked_since = checked_since(db)
+                        words = f"{tables.salvage(source, db)} of its rows are kept"
+                    self.checked_since = tables.checked_since(db)
         warn(
             f"starting a new {file}; the previous file is now {aside}: {problem}; "
             f"{words}"
@@ -274,7 +262,7 @@ class RecordFile:
 
     def _fall_back(self, file: Path, problem: Exception | None) -> None:
         """Switch to memory, with the rows that can still be read from the file."""
-        memory, self.checked_since = in_memory(), 0.0
+        memory, self.checked_since = tables.in_memory(), 0.0
         if not _is_damage(problem):
             self._copy_rows(file, memory)
         self._db.close()
@@ -295,11 +283,11 @@ class RecordFile:
                     contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source,
                     transaction(memory),
                 ):
-                    if is_empty(source):
+                    if tables.is_empty(source):
                         return
-                    salvage(source, memory)
-                    self.checked_since = checked_since(memory)
-            except (*_READING, UnusableError, NewerError) as e:
+                    tables.salvage(source, memory)
+                    self.checked_since = tables.checked_since(memory)
+            except (*_READING, tables.UnusableError, tables.NewerError) as e:
                 logger.debug("%s cannot be read with %s: %s", file, access, e)
             else:
                 return
@@ -325,7 +313,7 @@ def _is_damage(error: Exception | None) -> bool:
     if isinstance(error, UnicodeDecodeError):
         return True
     if not isinstance(error, sqlite3.DatabaseError):
-        return isinstance(error, UnusableError)
+        return isinstance(error, tables.UnusableError)
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return code is None or code & _PRIMARY in _DAMAGED
 

@@ -27,17 +27,7 @@ from dataclasses import dataclass, fields
 from importlib.resources import files
 from typing import Any, Generic, TypeVar
 
-from mucudnn.codecs import (
-    LATEST,
-    LONGEST_MS,
-    LayerAt,
-    decode,
-    decode_race,
-    decode_row,
-    decode_verdict,
-    perf_to_dict,
-    problem_from_key,
-)
+from mucudnn import codecs
 from mucudnn.ir.conv import AlgoPerf
 from mucudnn.ir.measurement import Measurement, Race, Verdict
 
@@ -219,7 +209,7 @@ def _create_statements(db: sqlite3.Connection, table: str) -> list[tuple[str]]:
 T = TypeVar("T")
 _LAYER = ("id", "fingerprint", "problem")
 _STAMP, _MARK = "measured_at", "\n#"
-_LayerOf = Callable[[object], LayerAt]
+_LayerOf = Callable[[object], codecs.LayerAt]
 
 PUT_LAYER = "INSERT OR IGNORE INTO layer (fingerprint, problem) VALUES (?, ?)"
 OF_ANY_DEVICE = "fingerprint = coalesce(?, fingerprint)"
@@ -321,16 +311,16 @@ def _bits(number: float) -> int:
 
 def perf_values(perf: AlgoPerf) -> tuple[Any, ...]:
     """Return the columns of a `PERF` row, without time and version."""
-    values = perf_to_dict(perf)
+    values = codecs.perf_to_dict(perf)
     values["notes"] = " ".join(perf.notes)
     return (*[values.pop(name) for name in _PERF_KEY], *values.values())
 
 
-def _layer_at(key: object) -> LayerAt:
+def _layer_at(key: object) -> codecs.LayerAt:
     """Return a convolution as a cached function of its batch size."""
     # Files have many rows of a layer: decode its problem once.
-    text: str = decode("problem", str, key)
-    return functools.cache(problem_from_key(text, 1).with_batch)
+    text: str = codecs.decode("problem", str, key)
+    return functools.cache(codecs.problem_from_key(text, 1).with_batch)
 
 
 def _measurement(
@@ -343,7 +333,7 @@ def _measurement(
     if isinstance(data["notes"], str):
         data["notes"] = data["notes"].split()
     where = f"{fingerprint!r}, {data['algo']!r} at {data['batch']!r}"
-    return decode_row(where, fingerprint, layer_of(key), data)
+    return codecs.decode_row(where, fingerprint, layer_of(key), data)
 
 
 def _verdict(
@@ -351,16 +341,16 @@ def _verdict(
 ) -> Verdict:
     data = dict(zip(("batch", "signature", "ratio"), values, strict=False))
     where = f"{fingerprint!r}, {data['signature']!r}"
-    return decode_verdict(where, fingerprint, layer_of(key), data)
+    return codecs.decode_verdict(where, fingerprint, layer_of(key), data)
 
 
 def _race(_: _LayerOf, fingerprint: object, raced: object, *values: object) -> Race:
     data = {"raced": raced, **dict(zip(RACE.columns, values, strict=True))}
-    return decode_race(f"{fingerprint!r}, {raced!r}", fingerprint, data)
+    return codecs.decode_race(f"{fingerprint!r}, {raced!r}", fingerprint, data)
 
 
 def _plan_text(*row: object) -> str:
-    text: str = decode("plan text", str, row[-1])
+    text: str = codecs.decode("plan text", str, row[-1])
     return text.rpartition(_MARK)[0] or text
 
 
@@ -377,12 +367,12 @@ RACE = Table("race", ("first_ms", "second_ms", "measured_at"), 1, _race)
 TABLES: tuple[Table[Any], ...] = (PERF, PLAN_TEXT, VERDICT, RACE)
 UNLESS_KNOWN = f"""ON CONFLICT DO UPDATE SET
 {", ".join(f"{name} = excluded.{name}" for name in RACE.columns)}
-WHERE NOT (race.first_ms BETWEEN 0 AND {LONGEST_MS}
-AND race.second_ms BETWEEN 0 AND {LONGEST_MS}
-AND race.measured_at BETWEEN 0 AND {LATEST})"""
+WHERE NOT (race.first_ms BETWEEN 0 AND {codecs.LONGEST_MS}
+AND race.second_ms BETWEEN 0 AND {codecs.LONGEST_MS}
+AND race.measured_at BETWEEN 0 AND {codecs.LATEST})"""
 """Conflict clause of `RACE`: an existing row is kept, unless it is damaged."""
 UNLESS_NEWER = f"""ON CONFLICT DO UPDATE SET
 {", ".join(f"{name} = excluded.{name}" for name in PERF.columns)}
 WHERE excluded.measured_at > perf.measured_at
-OR NOT perf.measured_at BETWEEN 0 AND {LATEST}"""
+OR NOT perf.measured_at BETWEEN 0 AND {codecs.LATEST}"""
 """Conflict clause of `PERF`: the newest measurement wins."""

@@ -25,8 +25,7 @@ from mucudnn.passes.graph.training_step import StepGraphs, answers_of
 from mucudnn.passes.graph.updates import LEARNING_RATE, STEP
 from mucudnn.passes.placement.layout import PlacedStep
 from mucudnn.passes.planning.cutting import trains
-from mucudnn.runtime.executor import Executor
-from mucudnn.runtime.executor.arena import arenas, shared_bytes
+from mucudnn.runtime.executor import Executor, arenas, shared_bytes
 from mucudnn.runtime.executor.tasks import HookFactory
 from mucudnn.runtime.executor.tiers import OpenTiers
 from mucudnn.runtime.training.budget import MemoryBudget

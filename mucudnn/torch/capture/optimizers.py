@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.processes import uninterrupted
 from mucudnn.torch.capture.many_tensor_updates import (
     Merger,
     fused_in_place,
@@ -31,7 +32,6 @@ from mucudnn.torch.capture.many_tensor_updates import (
 from mucudnn.torch.capture.python_state import is_alike
 from mucudnn.torch.distributed.sharding import as_sharded, local_of
 from mucudnn.torch.execution.cuda_memory import reserve_block
-from mucudnn.torch.interrupts import uninterrupted
 from mucudnn.torch.lowering.lowered import Call, Lowered, Operand
 from mucudnn.torch.source_lines import storage_of
 

@@ -28,11 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.torch.capture.known_values import (
-    KnownShapes,
-    known_result,
-    of_known_shape,
-)
+from mucudnn.torch.capture.known_values import KnownShapes, known_result, of_known_shape
 from mucudnn.torch.capture.many_tensor_updates import FUSED, record_fused
 from mucudnn.torch.capture.op_overrides import CountedAverages, gaussian_nll
 from mucudnn.torch.capture.reads import ReadRecorder, UnsoundCaptureError

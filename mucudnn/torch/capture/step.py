@@ -24,6 +24,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from mucudnn.errors import MucudnnError, UnsupportedError
+from mucudnn.processes import uninterrupted
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults, StepFakes
 from mucudnn.torch.capture.known_values import Known, KnownShapes
@@ -36,12 +37,7 @@ from mucudnn.torch.capture.op_overrides import (
     uncompiled,
 )
 from mucudnn.torch.capture.optimizers import StateKey, UpdateNotRecordedError, swapped
-from mucudnn.torch.capture.python_state import (
-    Read,
-    containers_in,
-    contents_of,
-    is_same,
-)
+from mucudnn.torch.capture.python_state import Read, containers_in, contents_of, is_same
 from mucudnn.torch.capture.reads import Effect, ReadRecorder, Reads, UnsoundCaptureError
 from mucudnn.torch.capture.refusals import (
     RefusedOperations,
@@ -67,7 +63,6 @@ from mucudnn.torch.distributed.sharding import (
 )
 from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.internals import without_wrapped_functions
-from mucudnn.torch.interrupts import uninterrupted
 from mucudnn.torch.source_lines import storage_of
 
 Gradients = dict[str, torch.Tensor | None]
@@ -401,11 +396,7 @@ class _Tracer:
                     self.recorder.lasts_one_run("it is given tensors with attributes")
             held = {**leaves, **buffers}
             held |= {f"tensor {i} of the batch": t for i, t in enumerate(batch)}
-            with (
-                _attributes_kept(held),
-                _recurrent_lists_kept(self.root),
-                modules,
-            ):
+            with _attributes_kept(held), _recurrent_lists_kept(self.root), modules:
                 loss, gradients = self._passes(leaves, batch, scale)
                 self._keep(buffers)
             self.recorder.in_update = True

@@ -114,11 +114,7 @@ class CallPreparer:
         return Kernel(runner, plan.workspace, self.arena.get)
 
     def _faster(
-        self,
-        ours: Run,
-        kernels: "Sequence[Kernel]",
-        native: Run,
-        args: tuple[Any, ...],
+        self, ours: Run, kernels: "Sequence[Kernel]", native: Run, args: tuple[Any, ...]
     ) -> PreparedCall:
         """Choose ours unless PyTorch's is offered and not clearly slower as a whole."""
         offered = self._tuner.backend.conv.algorithms(kernels[0].problem)

@@ -128,9 +128,7 @@ class CpuMeter:
 
 
 @contextmanager
-def _copying(
-    memory: tuple[torch.Tensor, ...],
-) -> Iterator[list[tuple[float, float]]]:
+def _copying(memory: tuple[torch.Tensor, ...]) -> Iterator[list[tuple[float, float]]]:
     """Copy there and back in a thread until the `with` ends, at least once.
 
     Args:

@@ -411,11 +411,7 @@ def sharding_of(root: torch.nn.Module) -> Sharding | None:
         units.append(Unit(tuple(mine), computes, sums))
     (process_group,) = process_groups
     return Sharding(
-        "fsdp",
-        process_group.group_name,
-        process_group.size(),
-        tuple(units),
-        parts,
+        "fsdp", process_group.group_name, process_group.size(), tuple(units), parts
     )
 
 
@@ -551,9 +547,7 @@ _FINISH = "_mucudnn_finish"
 """Attribute of a result: completes the collective."""
 
 
-def started(
-    function: Callable[..., torch.Tensor],
-) -> Callable[..., torch.Tensor]:
+def started(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a collective between CPUs that runs on until `finished` gets its result.
 
     Until then it uses its operand and its result, and afterwards no memory.

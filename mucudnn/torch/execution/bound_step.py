@@ -18,6 +18,7 @@ from mucudnn.errors import BackendError, UnsupportedError, VerificationError
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.schedule import Compute, Schedule, SwapOut
 from mucudnn.passes.scheduling.problem import origin
+from mucudnn.processes import DeferredInterrupt
 from mucudnn.torch.execution.copies import bytes_of, host_bytes
 from mucudnn.torch.execution.cuda_memory import live_tensors
 from mucudnn.torch.execution.devices import Copies, copies_for, device_of
@@ -32,7 +33,6 @@ from mucudnn.torch.execution.program import (
 )
 from mucudnn.torch.execution.tiers import TierCopies
 from mucudnn.torch.internals import graph_is_kept
-from mucudnn.torch.interrupts import DeferredInterrupt
 from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
 from mucudnn.torch.source_lines import storage_of
 
@@ -284,10 +284,7 @@ class Halves:
 
 
 def bind_halves(
-    lowered: Lowered,
-    schedule: Schedule,
-    count: Count,
-    tiers: Copies | None = None,
+    lowered: Lowered, schedule: Schedule, count: Count, tiers: Copies | None = None
 ) -> Halves:
     """Compile a joint graph's schedule in two halves, cut behind the forward nodes."""
     cut = _cut(schedule)

@@ -25,12 +25,7 @@ from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import Collective, NodeTraits
 from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND, writes_of
-from mucudnn.torch.distributed.sharding import (
-    WAIT,
-    finished,
-    is_collective,
-    started,
-)
+from mucudnn.torch.distributed.sharding import WAIT, finished, is_collective, started
 from mucudnn.torch.lowering.lowered import (
     Call,
     Layout,

@@ -19,10 +19,10 @@ from mucudnn.torch.splitting.axes import Axis, Cut, Rule, Site
 # Operations that only rearrange elements: the split axis moves to another index.
 
 
-def _along(
+def along(
     index_of: Callable[[Site, int], int | None],
     *positions: int,
-    sums: Sequence[int] = (),
+    sums: Sequence[int | None] = (),
     **more: Any,
 ) -> Rule:
     """Return the rule of an operation whose results have the split axis of arguments.
@@ -47,8 +47,8 @@ def _along(
     return rule
 
 
-_samples = partial(_along, lambda site, axis: None if axis else 0)
-"""Returns the rule of an operation on samples along axis 0; see `_along`."""
+_samples = partial(along, lambda site, axis: None if axis else 0)
+"""Returns the rule of an operation on samples along axis 0; see `along`."""
 
 
 def _same(site: Site, axis: int) -> int:
@@ -420,28 +420,28 @@ UNDRAWN = frozenset({f"{_FLASH}.default", f"{_FLASH}_backward.default"})
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "aten.clone.default": _along(_same, 0),
-        "aten._to_copy.default": _along(_same, 0),
+        "aten.clone.default": along(_same, 0),
+        "aten._to_copy.default": along(_same, 0),
         "aten.view.default": _view,
         "aten._unsafe_view.default": _view,
-        "aten.permute.default": _along(_permuted, 0),
-        "aten.transpose.int": _along(_transposed, 0),
-        "aten.t.default": _along(_matrix_transposed, 0),
-        "aten.unsqueeze.default": _along(_unsqueezed, 0),
-        "aten.squeeze.dim": _along(_squeezed, 0),
-        "aten.squeeze.dims": _along(_squeezed, 0),
-        "aten.expand.default": _along(_expanded, 0, shaped=(1,)),
-        "aten.select.int": _along(_selected, 0),
-        "aten.unbind.int": _along(_selected, 0),
-        "aten.slice.Tensor": _along(_unless_along(1), 0),
-        "aten.split.Tensor": _along(_unless_along(2), 0),
-        "aten.split_with_sizes.default": _along(_unless_along(2), 0),
-        "aten.cumsum.default": _along(_unless_along(1), 0),
+        "aten.permute.default": along(_permuted, 0),
+        "aten.transpose.int": along(_transposed, 0),
+        "aten.t.default": along(_matrix_transposed, 0),
+        "aten.unsqueeze.default": along(_unsqueezed, 0),
+        "aten.squeeze.dim": along(_squeezed, 0),
+        "aten.squeeze.dims": along(_squeezed, 0),
+        "aten.expand.default": along(_expanded, 0, shaped=(1,)),
+        "aten.select.int": along(_selected, 0),
+        "aten.unbind.int": along(_selected, 0),
+        "aten.slice.Tensor": along(_unless_along(1), 0),
+        "aten.split.Tensor": along(_unless_along(2), 0),
+        "aten.split_with_sizes.default": along(_unless_along(2), 0),
+        "aten.cumsum.default": along(_unless_along(1), 0),
         "aten.cat.default": lambda site: _joined(site, 0),
         "aten.stack.default": lambda site: _joined(site, 1),
-        "aten.select_backward.default": _along(_select_gradient, 0, shaped=(1,)),
-        "aten.slice_backward.default": _along(_unless_along(2), 0, shaped=(1,)),
-        "aten.constant_pad_nd.default": _along(_before_last(1, each=2), 0),
+        "aten.select_backward.default": along(_select_gradient, 0, shaped=(1,)),
+        "aten.slice_backward.default": along(_unless_along(2), 0, shaped=(1,)),
+        "aten.constant_pad_nd.default": along(_before_last(1, each=2), 0),
         "aten.gather.default": _gather,
         **_POOLS,
         **_RESIZED,
@@ -458,24 +458,24 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "aten.nll_loss2d_forward.default": _nll,
         "aten.nll_loss_backward.default": _nll_backward,
         "aten.nll_loss2d_backward.default": _nll_backward,
-        "aten._softmax.default": _along(_unless_along(1), 0),
-        "aten._log_softmax.default": _along(_unless_along(1), 0),
-        "aten._softmax_backward_data.default": _along(_unless_along(2), 0, 1),
-        "aten._log_softmax_backward_data.default": _along(_unless_along(2), 0, 1),
+        "aten._softmax.default": along(_unless_along(1), 0),
+        "aten._log_softmax.default": along(_unless_along(1), 0),
+        "aten._softmax_backward_data.default": along(_unless_along(2), 0, 1),
+        "aten._log_softmax_backward_data.default": along(_unless_along(2), 0, 1),
         "aten.mm.default": _product(0, added=False),
         "aten.addmm.default": _product(1, added=True),
         "aten.bmm.default": _samples(0, 1),
         "aten.convolution.default": _samples(0),
         "aten.convolution_backward.default": _samples(0, 1, sums=(1, 2)),
-        "aten.native_layer_norm.default": _along(_before_last(1), 0),
-        "aten.native_layer_norm_backward.default": _along(
+        "aten.native_layer_norm.default": along(_before_last(1), 0),
+        "aten.native_layer_norm_backward.default": along(
             _before_last(2), *(0, 1, 3, 4), sums=(1, 2)
         ),
         "aten.native_group_norm.default": _samples(0, counted=(3,)),
         "aten.native_group_norm_backward.default": _samples(
             *(0, 1, 2, 3), sums=(1, 2), counted=(5,)
         ),
-        "aten.embedding.default": _along(_same, 1),
+        "aten.embedding.default": along(_same, 1),
         "aten.embedding_dense_backward.default": _embedding_backward,
         f"{_FLASH}.default": _attention(backward=False),
         f"{_FLASH}_backward.default": _attention(backward=True),

@@ -333,11 +333,7 @@ class _SliceCalls:
 
 
 def slice_call(
-    call: Call,
-    cut: Cut,
-    rows: Rows,
-    shape: Sequence[int],
-    narrowed: Mapping[int, Axis],
+    call: Call, cut: Cut, rows: Rows, shape: Sequence[int], narrowed: Mapping[int, Axis]
 ) -> Call:
     """Return a call for some samples, whose first result has a shape.
 

@@ -19,8 +19,8 @@ from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import PLAIN, NodeTraits
 from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Operand
-from mucudnn.torch.splitting.axes import Cut, Rule, Site
-from mucudnn.torch.splitting.batch_rules import COUNTED_LOSSES, MEAN, SUM
+from mucudnn.torch.splitting.axes import Rule, Site
+from mucudnn.torch.splitting.batch_rules import COUNTED_LOSSES, MEAN, SUM, along
 
 
 class GraphRewriter(ABC):
@@ -163,10 +163,7 @@ class FillsAndLosses(GraphRewriter):
 
 
 def _label_count(
-    labels: torch.Tensor,
-    weights: torch.Tensor | None,
-    ignored: int,
-    dtype: torch.dtype,
+    labels: torch.Tensor, weights: torch.Tensor | None, ignored: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the number of labels that are not ignored, or the sum of their weights."""
     counts = labels != ignored
@@ -272,26 +269,16 @@ def grad_applied(
     return result
 
 
-def _by_rows(*positions: int, **more: Any) -> Rule:
-    """Return a rule for images at some positions, not cut along their channels."""
-
-    def rule(site: Site) -> Cut | None:
-        axis = site.axis(positions[0])
-        if axis is None or axis.index == 1:
-            return None
-        summed = more.get("gathered") or len(site.outputs[0].shape) <= axis.index
-        outputs = (None if summed else axis,) * len(site.outputs)
-        return Cut(site.at(dict.fromkeys(positions, axis)), outputs, **more)
-
-    return rule
+def _unless_channels(site: Site, axis: int) -> int | None:
+    return None if axis == 1 else axis
 
 
 NORMS: Mapping[str, Rule] = MappingProxyType(
     {
-        "batch_norm:sums": _by_rows(0, gathered=True),
-        "batch_norm:apply": _by_rows(1),
-        "batch_norm:grad_sums": _by_rows(1, 2),
-        "batch_norm:grad_apply": _by_rows(1, 2),
+        "batch_norm:sums": along(_unless_channels, 0, sums=(None,), gathered=True),
+        "batch_norm:apply": along(_unless_channels, 1),
+        "batch_norm:grad_sums": along(_unless_channels, 1, 2, sums=(0, 1)),
+        "batch_norm:grad_apply": along(_unless_channels, 1, 2),
     }
 )
 """Operation -> its rule; the merge of statistics stays whole."""

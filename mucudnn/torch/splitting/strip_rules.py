@@ -298,11 +298,7 @@ def avg_pool_backward(site: Site, call: Call) -> Cut | None:
 
 
 def _max_pool_strip(
-    function: Any,
-    around: tuple[int, int],
-    before: int,
-    image: torch.Tensor,
-    *args: Any,
+    function: Any, around: tuple[int, int], before: int, image: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a strip's maxima, and their indices in the whole image.
 
@@ -317,11 +313,7 @@ def _max_pool_strip(
 
 
 def _max_pool_gradient(
-    gradient: torch.Tensor,
-    image: torch.Tensor,
-    function: Any,
-    before: int,
-    *args: Any,
+    gradient: torch.Tensor, image: torch.Tensor, function: Any, before: int, *args: Any
 ) -> torch.Tensor:
     """Return the gradient of a strip, given indices of maxima in the whole image."""
     *options, places = args

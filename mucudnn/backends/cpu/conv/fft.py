@@ -13,13 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mucudnn.backends.cpu.conv.algorithm import (
-    Algorithm,
-    Arrays,
-    Region,
-    carve,
-    nbytes,
-)
+from mucudnn.backends.cpu.conv.algorithm import Algorithm, Arrays, Region, carve, nbytes
 from mucudnn.backends.cpu.conv.dft import (
     Chunk,
     ChunkTransform,

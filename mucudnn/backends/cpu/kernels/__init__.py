@@ -19,7 +19,6 @@ from mucudnn.backends.cpu.kernels import (
     elementwise,
     group_norm,
     losses,
-    lrn,
     pooling,
     reductions,
     updates,
@@ -36,7 +35,6 @@ _MODULES = (
     updates,
     group_norm,
     losses,
-    lrn,
     upsampling,
 )
 

@@ -22,7 +22,7 @@ from mucudnn.backends.cuda.conv.graph_api import (
     PlanKey,
 )
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
-from mucudnn.backends.cuda.conv.legacy_api import LegacyLibrary
+from mucudnn.backends.cuda.conv.legacy_api import LegacyLibrary, LegacyRow
 from mucudnn.backends.cuda.descriptors import Session
 from mucudnn.errors import (
     BackendError,
@@ -51,10 +51,7 @@ class CudaConv:
 
     def algorithms(self, problem: ConvProblem) -> Sequence[tuple[str, int]]:
         """See `ConvLibrary.algorithms`; in the order of cuDNN's heuristics."""
-        rows = [(n, row.workspace) for n, row in self.graph_rows(problem).items()]
-        if self._legacy is not None:
-            legacy, _ = self._legacy.rows(problem)
-            rows += [(name, row.workspace) for name, row in legacy.items()]
+        rows = [(name, row.workspace) for name, row in self._rows(problem).items()]
         if float32_sum.applies(problem):
             extra = float32_sum.scratch(problem)
             rows += [(n + float32_sum.SUFFIX, nbytes + extra) for n, nbytes in rows]
@@ -76,12 +73,9 @@ class CudaConv:
     def traits(self, problem: ConvProblem, algo: str) -> Traits:
         """See `ConvLibrary.traits`."""
         name = algo.removesuffix(float32_sum.SUFFIX)
-        if (row := self.graph_rows(problem).get(name)) is not None:
-            traits = row.traits
-        elif self._legacy is not None and name in self._legacy.rows(problem)[0]:
-            traits = self._legacy.rows(problem)[0][name].traits
-        else:
+        if (row := self._rows(problem).get(name)) is None:
             raise UnsupportedError(f"cuDNN has no algorithm {algo!r} for {problem}")
+        traits = row.traits
         if not float32_sum.applies(problem):
             return traits
         note = HALF_SUM if name == algo else FLOAT32_SUM
@@ -140,6 +134,10 @@ class CudaConv:
             problem, operands, first=first, accumulate=accumulate
         )
         return [self._launch(problem, name, part, False), added]
+
+    def _rows(self, problem: ConvProblem) -> Mapping[str, GraphRow | LegacyRow]:
+        legacy = {} if self._legacy is None else self._legacy.rows(problem)[0]
+        return {**self.graph_rows(problem), **legacy}
 
     def graph_rows(
         self, problem: ConvProblem, bias: str | None = None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import Launch, Operands
-from mucudnn.backends.cuda.kernels.source import THREADS, Program, compiler_options
+from mucudnn.backends.cuda.kernels.launch import THREADS, Program, compiler_options
 from mucudnn.backends.cuda.loading import with_remedy
 from mucudnn.errors import BackendError
 from mucudnn.ir.conv import ConvProblem, Direction

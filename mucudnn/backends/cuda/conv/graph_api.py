@@ -1,9 +1,12 @@
 """cuDNN's graph API as a library: one algorithm for each engine configuration."""
 
+import ctypes
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import (
     DATA_TYPES,
@@ -16,8 +19,6 @@ from mucudnn.backends.cuda.conv.launch import (
 )
 from mucudnn.backends.cuda.descriptors import Descriptor, Session
 from mucudnn.backends.cuda.libcudnn import (
-    Attribute,
-    AttributeType,
     BehaviorNote,
     ConvolutionMode,
     Cudnn,
@@ -96,25 +97,21 @@ class GraphLibrary:
         """Return the execution plan, built once."""
         if not (slot := self._slot(key)):
             config = configuration(self._session, self._graph(key), key.algo)
-            plan = self._bare_plan()
-            plan.set(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config)
-            slot.append(plan.finalize())
+            slot.append(self._made(ENGINE_CONFIG=config))
         return slot[0]
 
     def dumps(self, key: PlanKey) -> str:
         """Return an execution plan as cuDNN's JSON."""
-        return self.plan(key).get_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION)
+        return self.plan(key).get_text("JSON_REPRESENTATION")
 
     def loads(self, key: PlanKey, text: str) -> None:
         """Rebuild a plan from its JSON, without asking for engines."""
-        plan = self._bare_plan()
-        plan.set_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION, text)
-        self._slot(key)[:] = [plan.finalize()]
+        self._slot(key)[:] = [self._made(JSON_REPRESENTATION=text)]
 
     def launch(self, key: PlanKey, operands: Operands, bias: int = 0) -> Launch:
         """Return a call of a plan on given addresses; `bias` if the plan has one."""
         plan = self.plan(key)
-        (needed,) = plan.get(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
+        (needed,) = plan.get("WORKSPACE_SIZE")
         if operands.nbytes < needed:
             raise BackendError(
                 f"{key.algo} needs {needed} bytes of workspace for {key.problem}, "
@@ -122,14 +119,17 @@ class GraphLibrary:
             )
         calls = self._session.calls
         uids = [UIDS[name] for name in operand_order(key.problem.direction)]
-        pointers, kind = [operands.a, operands.b, operands.out], AttributeType.VOID_PTR
+        pointers = [operands.a, operands.b, operands.out]
         if key.bias is not None:
             uids, pointers = [*uids, BIAS_UID], [*pointers, bias]
-        pack = Descriptor(calls, DescriptorType.VARIANT_PACK)
-        pack.set(Attribute.VARIANT_PACK_UNIQUE_IDS, *uids)
-        pack.set(Attribute.VARIANT_PACK_DATA_POINTERS, *pointers, kind=kind)
-        pack.set(Attribute.VARIANT_PACK_WORKSPACE, operands.workspace, kind=kind)
-        name, arguments = "cudnnBackendExecute", (plan.pointer, pack.finalize().pointer)
+        pack = Descriptor.made(
+            calls,
+            DescriptorType.VARIANT_PACK,
+            UNIQUE_IDS=tuple(uids),
+            DATA_POINTERS=tuple(pointers),
+            WORKSPACE=operands.workspace,
+        )
+        name, arguments = "cudnnBackendExecute", (plan.pointer, pack.pointer)
         return Launch(calls.function(name), arguments, name, (plan, pack))
 
     def _graph(self, key: PlanKey) -> Descriptor:
@@ -140,14 +140,11 @@ class GraphLibrary:
             session, problem, accumulate=key.accumulate, alignment=alignment
         )
 
-    def _bare_plan(self) -> Descriptor:
-        """Return a plan with its device; loading JSON crashes without one."""
-        plan = Descriptor(self._session.calls, DescriptorType.EXECUTION_PLAN)
-        if (handle := self._session.handle()) is not None:
-            kind = AttributeType.HANDLE
-            return plan.set(Attribute.EXECUTION_PLAN_HANDLE, handle, kind=kind)
-        description = self._session.description
-        return plan.set(Attribute.EXECUTION_PLAN_DEVICEPROP, description)
+    def _made(self, **source: Any) -> Descriptor:
+        """Return a plan with its device first; loading JSON crashes without one."""
+        session, kind = self._session, DescriptorType.EXECUTION_PLAN
+        device = {"HANDLE": session.handle(), "DEVICEPROP": session.description}
+        return Descriptor.made(session.calls, kind, **device, **source)
 
 
 # Enumeration of all engine configurations of cuDNN for a convolution.
@@ -197,18 +194,13 @@ def engines(session: Session, graph: Descriptor, dtype: str) -> dict[str, GraphR
 def configuration(session: Session, graph: Descriptor, name: str) -> Descriptor:
     """Rebuild the configuration of a name, without asking the heuristics."""
     index, knobs = parse_engine_name(name)
-    config = Descriptor(session.calls, DescriptorType.ENGINECFG)
-    config.set(Attribute.ENGINECFG_ENGINE, _engine(session, graph, index))
-    choices = []
-    for knob, value in knobs:
-        choice = Descriptor(session.calls, DescriptorType.KNOB_CHOICE)
-        kind = AttributeType.KNOB_TYPE
-        choice.set(Attribute.KNOB_CHOICE_KNOB_TYPE, knob, kind=kind)
-        choice.set(Attribute.KNOB_CHOICE_KNOB_VALUE, value)
-        choices.append(choice.finalize())
-    if choices:
-        config.set(Attribute.ENGINECFG_KNOB_CHOICES, *choices)
-    return config.finalize()
+    kind, calls = DescriptorType.KNOB_CHOICE, session.calls
+    choices = tuple(
+        Descriptor.made(calls, kind, KNOB_TYPE=knob, KNOB_VALUE=value)
+        for knob, value in knobs
+    )
+    engine, kind = _engine(session, graph, index), DescriptorType.ENGINECFG
+    return Descriptor.made(calls, kind, ENGINE=engine, KNOB_CHOICES=choices or None)
 
 
 def _configurations(session: Session, graph: Descriptor) -> Iterator[Descriptor]:
@@ -217,12 +209,11 @@ def _configurations(session: Session, graph: Descriptor) -> Iterator[Descriptor]
             yield from _recommended(session, graph, mode)
         except UnsupportedError:  # the heuristic's list is empty
             continue
-    (count,) = graph.get(Attribute.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT)
+    (count,) = graph.get("ENGINE_GLOBAL_COUNT")
     for index in range(count):
         try:
-            engine = _engine(session, graph, index)
-            config = Descriptor(session.calls, DescriptorType.ENGINECFG)
-            yield config.set(Attribute.ENGINECFG_ENGINE, engine).finalize()
+            engine, kind = _engine(session, graph, index), DescriptorType.ENGINECFG
+            yield Descriptor.made(session.calls, kind, ENGINE=engine)
         except MucudnnError:  # most engines need other devices, types or shapes
             continue
 
@@ -230,50 +221,44 @@ def _configurations(session: Session, graph: Descriptor) -> Iterator[Descriptor]
 def _recommended(
     session: Session, graph: Descriptor, mode: HeurMode
 ) -> list[Descriptor]:
-    heuristic = Descriptor(session.calls, DescriptorType.ENGINEHEUR)
-    heuristic.set(Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
-    heuristic.set(Attribute.ENGINEHEUR_MODE, mode)
-    if session.description is not None:
-        heuristic.set(Attribute.ENGINEHEUR_DEVICEPROP, session.description)
-    heuristic.finalize()
-    results, kind = Attribute.ENGINEHEUR_RESULTS, DescriptorType.ENGINECFG
-    count = heuristic.count(results, AttributeType.BACKEND_DESCRIPTOR)
-    configs = heuristic.get_new(results, kind, count)
+    heuristic = Descriptor.made(
+        session.calls,
+        DescriptorType.ENGINEHEUR,
+        OPERATION_GRAPH=graph,
+        MODE=mode,
+        DEVICEPROP=session.description,
+    )
+    configs = heuristic.get_new("RESULTS", DescriptorType.ENGINECFG)
     return [config.keep(heuristic) for config in configs]
 
 
 def _engine(session: Session, graph: Descriptor, index: int) -> Descriptor:
-    engine = Descriptor(session.calls, DescriptorType.ENGINE)
-    engine.set(Attribute.ENGINE_OPERATION_GRAPH, graph)
-    engine.set(Attribute.ENGINE_GLOBAL_INDEX, index)
-    if session.description is not None:
-        engine.set(Attribute.ENGINE_DEVICEPROP, session.description)
-    return engine.finalize()
+    return Descriptor.made(
+        session.calls,
+        DescriptorType.ENGINE,
+        OPERATION_GRAPH=graph,
+        GLOBAL_INDEX=index,
+        DEVICEPROP=session.description,
+    )
 
 
 def _read(config: Descriptor, dtype: str) -> tuple[str, GraphRow]:
     """Return the name and the row of a configuration."""
-    (engine,) = config.get_new(Attribute.ENGINECFG_ENGINE, DescriptorType.ENGINE, 1)
-    (index,) = engine.get(Attribute.ENGINE_GLOBAL_INDEX)
-    (workspace,) = config.get(Attribute.ENGINECFG_WORKSPACE_SIZE)
+    (engine,) = config.get_new("ENGINE", DescriptorType.ENGINE, 1)
+    (index,) = engine.get("GLOBAL_INDEX")
+    (workspace,) = config.get("WORKSPACE_SIZE")
     # The library reports 0 choices if asked for their number alone.
-    kind, choices = DescriptorType.KNOB_CHOICE, Attribute.ENGINECFG_KNOB_CHOICES
-    knobs = []
-    for choice in config.get_new(choices, kind, _MOST_KNOBS):
-        (knob,) = choice.get(Attribute.KNOB_CHOICE_KNOB_TYPE, AttributeType.KNOB_TYPE)
-        (value,) = choice.get(Attribute.KNOB_CHOICE_KNOB_VALUE)
+    kind, knobs = DescriptorType.KNOB_CHOICE, []
+    for choice in config.get_new("KNOB_CHOICES", kind, _MOST_KNOBS):
+        (knob,), (value,) = choice.get("KNOB_TYPE"), choice.get("KNOB_VALUE")
         knobs.append((knob, value))
     name = engine_name(index, tuple(knobs))
     return name, GraphRow(workspace, _traits(engine, dtype))
 
 
 def _traits(engine: Descriptor, dtype: str) -> Traits:
-    numerical = engine.get(
-        Attribute.ENGINE_NUMERICAL_NOTE, AttributeType.NUMERICAL_NOTE, _MOST_NOTES
-    )
-    behavior = engine.get(
-        Attribute.ENGINE_BEHAVIOR_NOTE, AttributeType.BEHAVIOR_NOTE, _MOST_NOTES
-    )
+    numerical = engine.get("NUMERICAL_NOTE", _MOST_NOTES)
+    behavior = engine.get("BEHAVIOR_NOTE", _MOST_NOTES)
     if NumericalNote.DOWN_CONVERT_INPUTS in numerical:
         mode = DOWN_CONVERT
     elif NumericalNote.TENSOR_CORE in numerical and dtype == "float32":
@@ -306,24 +291,18 @@ BIAS_UID = 4
 
 _PRODUCT, _SUM = 5, 6  # ids of the virtual tensors, which are never in memory
 
-NODES: Mapping[Direction, tuple[DescriptorType, str, str]] = {
-    Direction.FORWARD: (
-        DescriptorType.OPERATION_CONVOLUTION_FORWARD,
-        "OPERATION_CONVOLUTION_FORWARD",
-        "X W Y",
-    ),
+NODES: Mapping[Direction, tuple[DescriptorType, str]] = {
+    Direction.FORWARD: (DescriptorType.OPERATION_CONVOLUTION_FORWARD, "X W Y"),
     Direction.BACKWARD_DATA: (
         DescriptorType.OPERATION_CONVOLUTION_BACKWARD_DATA,
-        "OPERATION_CONVOLUTION_BWD_DATA",
         "DX W DY",
     ),
     Direction.BACKWARD_FILTER: (
         DescriptorType.OPERATION_CONVOLUTION_BACKWARD_FILTER,
-        "OPERATION_CONVOLUTION_BWD_FILTER",
         "X DW DY",
     ),
 }
-"""Type of a direction's node, prefix of its attributes, its names of x, w and y."""
+"""Type of a direction's node, and its names of x, w and y."""
 
 
 def operation_graph(
@@ -341,7 +320,7 @@ def operation_graph(
     calls, problem = session.calls, as_planar(problem)
     shapes = {"x": problem.x_shape, "w": problem.w_shape, "y": problem.y_shape}
     tensors = [
-        _tensor(calls, problem, UIDS[name], shape, alignment)
+        _tensor(calls, problem, alignment, UIDS[name], shape)
         for name, shape in shapes.items()
     ]
     node = _convolution(calls, problem, tensors, 1.0 if accumulate else 0.0)
@@ -360,79 +339,68 @@ def bias_relu_graph(
     calls, problem = session.calls, as_planar(problem)
     wide, y = compute_type(problem), problem.y_shape
 
-    def stored(name: str, shape: tuple[int, ...]) -> Descriptor:
-        return _tensor(calls, problem, UIDS[name], shape, alignment)
-
-    product, total = (
-        _tensor(calls, problem, uid, y, alignment, wide) for uid in (_PRODUCT, _SUM)
-    )
-    of_channels = 1, y[1], *(1 for _ in y[2:])
-    b = _tensor(calls, problem, BIAS_UID, of_channels, alignment, DATA_TYPES[bias])
-    tensors = stored("x", problem.x_shape), stored("w", problem.w_shape), product
-    node = _convolution(calls, problem, tensors, 0.0)
-    mode = PointwiseMode
-    plus = _pointwise(calls, wide, mode.ADD, (product, b), total)
-    relu = _pointwise(calls, wide, mode.RELU_FWD, (total,), stored("y", y))
+    tensor = partial(_tensor, calls, problem, alignment)
+    product, total = (tensor(uid, y, wide) for uid in (_PRODUCT, _SUM))
+    b = tensor(BIAS_UID, (1, y[1], *(1 for _ in y[2:])), DATA_TYPES[bias])
+    x, w = tensor(UIDS["x"], problem.x_shape), tensor(UIDS["w"], problem.w_shape)
+    node = _convolution(calls, problem, (x, w, product), 0.0)
+    plus = _pointwise(calls, wide, PointwiseMode.ADD, (product, b), total)
+    result = tensor(UIDS["y"], y)
+    relu = _pointwise(calls, wide, PointwiseMode.RELU_FWD, (total,), result)
     return _graph_of(session, [node, plus, relu])
 
 
 def _graph_of(session: Session, operations: Sequence[Descriptor]) -> Descriptor:
     """Return a finalized graph of finalized operations, in order."""
-    graph = Descriptor(session.calls, DescriptorType.OPERATIONGRAPH)
-    graph.set(Attribute.OPERATIONGRAPH_OPS, *operations)
-    if (handle := session.handle()) is not None:
-        kind = AttributeType.HANDLE
-        graph.set(Attribute.OPERATIONGRAPH_HANDLE, handle, kind=kind)
-    return graph.finalize()
+    kind, handle = DescriptorType.OPERATIONGRAPH, session.handle()
+    return Descriptor.made(session.calls, kind, OPS=tuple(operations), HANDLE=handle)
 
 
 def _convolution(
     calls: Cudnn, problem: ConvProblem, tensors: Sequence[Descriptor], beta: float
 ) -> Descriptor:
     """Return the finalized node of a convolution of the tensors x, w and y."""
-    found = Descriptor(calls, DescriptorType.CONVOLUTION)
-    found.set(Attribute.CONVOLUTION_COMP_TYPE, compute_type(problem))
-    found.set(Attribute.CONVOLUTION_CONV_MODE, ConvolutionMode.CROSS_CORRELATION)
-    found.set(Attribute.CONVOLUTION_SPATIAL_DIMS, len(problem.stride))
-    found.set(Attribute.CONVOLUTION_DILATIONS, *problem.dilation)
-    found.set(Attribute.CONVOLUTION_FILTER_STRIDES, *problem.stride)
-    found.set(Attribute.CONVOLUTION_PRE_PADDINGS, *problem.padding)
-    found.set(Attribute.CONVOLUTION_POST_PADDINGS, *problem.padding)
-    kind, prefix, names = NODES[problem.direction]
-    node = Descriptor(calls, kind)
-    is_double = compute_type(problem) is DataType.DOUBLE
-    scalar = AttributeType.DOUBLE if is_double else AttributeType.FLOAT
-    node.set(Attribute[f"{prefix}_ALPHA"], 1.0, kind=scalar)
-    node.set(Attribute[f"{prefix}_BETA"], beta, kind=scalar)
-    node.set(Attribute[f"{prefix}_CONV_DESC"], found.finalize())
-    for name, tensor in zip(names.split(), tensors, strict=True):
-        node.set(Attribute[f"{prefix}_{name}"], tensor)
-    return node.finalize()
+    computed = compute_type(problem)
+    rules = Descriptor.made(
+        calls,
+        DescriptorType.CONVOLUTION,
+        COMP_TYPE=computed,
+        CONV_MODE=ConvolutionMode.CROSS_CORRELATION,
+        SPATIAL_DIMS=len(problem.stride),
+        DILATIONS=problem.dilation,
+        FILTER_STRIDES=problem.stride,
+        PRE_PADDINGS=problem.padding,
+        POST_PADDINGS=problem.padding,
+    )
+    kind, names = NODES[problem.direction]
+    named = dict(zip(names.split(), tensors, strict=True))
+    scalar = ctypes.c_double if computed is DataType.DOUBLE else ctypes.c_float
+    factors = {"ALPHA": scalar(1.0), "BETA": scalar(beta)}
+    return Descriptor.made(calls, kind, **factors, CONV_DESC=rules, **named)
 
 
 def _tensor(
     calls: Cudnn,
     problem: ConvProblem,
+    alignment: int,
     uid: int,
     shape: tuple[int, ...],
-    alignment: int,
     data_type: DataType | None = None,
 ) -> Descriptor:
     """Return the finalized descriptor of a dense tensor (N, C, *spatial).
 
     `problem` has the layout, and the type unless given.
     """
-    tensor = Descriptor(calls, DescriptorType.TENSOR)
-    kind = DATA_TYPES[problem.dtype] if data_type is None else data_type
-    tensor.set(Attribute.TENSOR_DATA_TYPE, kind)
-    if uid in (_PRODUCT, _SUM):
-        tensor.set(Attribute.TENSOR_IS_VIRTUAL, True)
-    tensor.set(Attribute.TENSOR_UNIQUE_ID, uid)
-    tensor.set(Attribute.TENSOR_BYTE_ALIGNMENT, alignment)
-    tensor.set(Attribute.TENSOR_DIMENSIONS, *shape)
-    strides = strides_of(shape, channels_last=problem.layout == "NHWC")
-    tensor.set(Attribute.TENSOR_STRIDES, *strides)
-    return tensor.finalize()
+    return Descriptor.made(
+        calls,
+        DescriptorType.TENSOR,
+        DATA_TYPE=DATA_TYPES[problem.dtype] if data_type is None else data_type,
+        IS_VIRTUAL=True if uid in (_PRODUCT, _SUM) else None,
+        UNIQUE_ID=uid,
+        BYTE_ALIGNMENT=alignment,
+        DIMENSIONS=shape,
+        STRIDES=strides_of(shape, channels_last=problem.layout == "NHWC"),
+    )
 
 
 def _pointwise(
@@ -442,15 +410,9 @@ def _pointwise(
     read: tuple[Descriptor, ...],
     made: Descriptor,
 ) -> Descriptor:
-    what = Descriptor(calls, DescriptorType.POINTWISE)
-    what.set(Attribute.POINTWISE_MODE, mode)
-    what.set(Attribute.POINTWISE_MATH_PREC, computed)
-    if mode is PointwiseMode.RELU_FWD:
-        what.set(Attribute.POINTWISE_NAN_PROPAGATION, NanPropagation.PROPAGATE_NAN)
-    node = Descriptor(calls, DescriptorType.OPERATION_POINTWISE)
-    node.set(Attribute.OPERATION_POINTWISE_PW_DESCRIPTOR, what.finalize())
-    names = (Attribute.OPERATION_POINTWISE_XDESC, Attribute.OPERATION_POINTWISE_BDESC)
-    for name, tensor in zip(names, read, strict=False):
-        node.set(name, tensor)
-    node.set(Attribute.OPERATION_POINTWISE_YDESC, made)
-    return node.finalize()
+    nan = NanPropagation.PROPAGATE_NAN if mode is PointwiseMode.RELU_FWD else None
+    rules = {"MODE": mode, "MATH_PREC": computed, "NAN_PROPAGATION": nan}
+    what = Descriptor.made(calls, DescriptorType.POINTWISE, **rules)
+    x, b = (*read, None)[:2]
+    tensors = {"PW_DESCRIPTOR": what, "XDESC": x, "BDESC": b, "YDESC": made}
+    return Descriptor.made(calls, DescriptorType.OPERATION_POINTWISE, **tensors)

@@ -29,9 +29,9 @@ from mucudnn.backends.cuda.kernels.launch import (
     CupyLauncher,
     KernelCall,
     Operation,
+    Program,
     Recorder,
 )
-from mucudnn.backends.cuda.kernels.source import Program
 
 _MODULES = (
     pooling,

@@ -16,9 +16,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.launch import KernelCall, Operation, Specs
+from mucudnn.backends.cuda.kernels.launch import (
+    THREADS,
+    KernelCall,
+    Operation,
+    Program,
+    Specs,
+    read_constant,
+)
 from mucudnn.backends.cuda.kernels.reductions import Channels
-from mucudnn.backends.cuda.kernels.source import THREADS, Program, read_constant
 from mucudnn.ir.tensor import itemsize
 
 PROGRAM = Program.load("kernels/batch_norm.cu")

@@ -18,8 +18,13 @@ elements.
 import math
 from collections.abc import Sequence
 
-from mucudnn.backends.cuda.kernels.launch import KernelCall, Operation, flat
-from mucudnn.backends.cuda.kernels.source import THREADS, Program
+from mucudnn.backends.cuda.kernels.launch import (
+    THREADS,
+    KernelCall,
+    Operation,
+    Program,
+    flat,
+)
 from mucudnn.backends.tensor_copies import SHAPING, Copies
 
 ELEMENTWISE = Program.load("kernels/elementwise.cu")

@@ -19,11 +19,11 @@ from mucudnn.backends.cuda.kernels.launch import (
     Attrs,
     KernelCall,
     Operation,
+    Program,
     Specs,
     as_ncs,
 )
 from mucudnn.backends.cuda.kernels.reductions import Channels
-from mucudnn.backends.cuda.kernels.source import Program
 
 PROGRAM = Program.load("kernels/group_norm.cu")
 

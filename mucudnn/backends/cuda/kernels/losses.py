@@ -13,14 +13,15 @@ accuracy counts the answer as wrong; nothing is read or written out of bounds.
 from collections.abc import Sequence
 
 from mucudnn.backends.cuda.kernels.launch import (
+    THREADS,
     KernelCall,
     Operation,
+    Program,
     as_ncs,
     flat,
     walking,
 )
 from mucudnn.backends.cuda.kernels.reductions import PARTIALS, partials
-from mucudnn.backends.cuda.kernels.source import THREADS, Program
 
 PROGRAM = Program.load("kernels/losses.cu")
 GIVEN = "logarithms_given"

@@ -15,15 +15,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from mucudnn.backends.cuda.kernels.launch import (
+    THREADS,
     Attrs,
     KernelCall,
     Operation,
+    Program,
     Specs,
     as_ncs,
     flat,
+    read_constant,
     walking,
 )
-from mucudnn.backends.cuda.kernels.source import THREADS, Program, read_constant
 
 MAXIMUM = Program.load("kernels/max_pooling.cu")
 AVERAGE = Program.load("kernels/average_pooling.cu")

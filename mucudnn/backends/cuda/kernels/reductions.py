@@ -17,8 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mucudnn.backends.cuda.kernels.launch import KernelCall, Operation, as_ncs
-from mucudnn.backends.cuda.kernels.source import THREADS, Program, read_constant
+from mucudnn.backends.cuda.kernels.launch import (
+    THREADS,
+    KernelCall,
+    Operation,
+    Program,
+    as_ncs,
+    read_constant,
+)
 from mucudnn.ir.tensor import TensorSpec, itemsize
 
 PROGRAM = Program.load("kernels/reductions.cu")

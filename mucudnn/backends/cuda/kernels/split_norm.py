@@ -19,13 +19,14 @@ from mucudnn.backends.cuda.kernels.group_norm import (
     rows,
 )
 from mucudnn.backends.cuda.kernels.launch import (
+    THREADS,
     KernelCall,
     Operation,
+    Program,
     Specs,
     flat,
 )
 from mucudnn.backends.cuda.kernels.reductions import Channels, channel_sums
-from mucudnn.backends.cuda.kernels.source import THREADS, Program
 
 BATCH = Program.load("kernels/split_batch_norm.cu")
 GROUP = Program.load("kernels/split_group_norm.cu")

@@ -19,12 +19,12 @@ from typing import Any
 from mucudnn.backends.cuda.kernels.launch import (
     KernelCall,
     Operation,
+    Program,
     Row,
     as_ncs,
     flat,
     table_of,
 )
-from mucudnn.backends.cuda.kernels.source import Program
 
 UPDATES = Program.load("kernels/updates.cu")
 GRADIENTS = Program.load("kernels/gradients.cu")

@@ -1,7 +1,7 @@
-"""AlexNet, VGG and OverFeat: plain stacks of convolutions with dense heads.
+"""Plain stacks of convolutions with dense heads: AlexNet, VGG, OverFeat, LeNet.
 
-Sources: A. Krizhevsky, I. Sutskever and G. Hinton, "ImageNet Classification with Deep
-Convolutional Neural Networks", 2012, without its division into two groups; A.
+Sources of AlexNet: A. Krizhevsky, I. Sutskever and G. Hinton, "ImageNet Classification
+with Deep Convolutional Neural Networks", 2012, without its division into two groups; A.
 Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
 """
 
@@ -120,7 +120,7 @@ vgg116, vgg216, vgg316, vgg416 = (_vgg(_VGG16, more) for more in (20, 40, 60, 80
 # Detection using Convolutional Networks", 2014, table 1.
 
 
-def _body(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
+def _overfeat_body(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
     start = Normal(0.01)
     x = g.max_pool(g.relu(g.conv(x, 96, 11, stride=4, initializer=start)), 2)
     x = g.max_pool(g.relu(g.conv(x, 256, 5, initializer=start)), 2)
@@ -130,5 +130,52 @@ def _body(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
     return (dense_head(g, x, (3072, 4096), classes, initializer=start),)
 
 
-overfeat = Model(_body, (3, 231, 231), 1000)
+overfeat = Model(_overfeat_body, (3, 231, 231), 1000)
 """The fast model: 145 920 872 parameters."""
+
+
+# Small networks: Caffe's quick CIFAR-10 network, a network for digits, LeNet.
+
+
+def _cifar_body(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
+    """Build the layers; poolings keep partial windows: 32 -> 16 -> 8 -> 4 pixels."""
+    x = g.conv(x, 32, 5, padding=2, initializer=Normal(1e-4))
+    x = g.relu(g.max_pool(x, 3, 2, ceil_mode=True))
+    for channels in (32, 64):
+        x = g.relu(g.conv(x, channels, 5, padding=2, initializer=Normal(0.01)))
+        x = g.avg_pool(x, 3, 2, ceil_mode=True)
+    x = g.linear(g.flatten(x), 64, initializer=Normal(0.1))
+    return (g.linear(x, classes, initializer=Normal(0.1)),)
+
+
+cifar_quick = Model(_cifar_body, (3, 32, 32), 10)
+"""The quick network: 145 578 parameters."""
+
+
+def _digits_body(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
+    for channels in (16, 32):
+        x = g.relu(g.conv(x, channels, 3, padding=1))
+        x = g.max_pool(x, 2)
+    x = g.relu(g.linear(g.flatten(x), 64))
+    return (g.linear(x, classes),)
+
+
+digits = Model(_digits_body, (1, 8, 8), 10)
+"""Two convolutions and two dense layers for the handwritten digits."""
+
+
+def _lenet_body(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
+    """Build LeNet with the sizes and the initialization of Caffe's.
+
+    Source: Y. LeCun et al., "Gradient-Based Learning Applied to Document Recognition",
+    1998; with max pooling and ReLU instead of their older forms.
+    """
+    start = LecunUniform()
+    x = g.max_pool(g.conv(x, 20, 5, initializer=start), 2)
+    x = g.max_pool(g.conv(x, 50, 5, initializer=start), 2)
+    x = g.relu(g.linear(g.flatten(x), 500, initializer=start))
+    return (g.linear(x, classes, initializer=start),)
+
+
+lenet = Model(_lenet_body, (1, 28, 28), 10)
+"""LeNet on 28 x 28 pixels: 431 080 parameters."""
