@@ -45,6 +45,12 @@ def tie(model):
     model.second.weight = model.first.weight
 
 
+def widen(model):
+    """Add a parameter whose gradient has other strides, and two with one gradient."""
+    model.wide = nn.Parameter(torch.randn(3, WIDTH, 3 * WIDTH))
+    model.left, model.right = (nn.Parameter(torch.randn(3 * WIDTH)) for _ in "ab")
+
+
 def count(model):
     model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
     model.register_buffer("average", torch.zeros(WIDTH))
@@ -84,6 +90,10 @@ inputs that need gradients
     | m.second(m.hidden(x) * other).square().mean() | inputs=2, needs=True
 frozen parameters | m.second(m.hidden(x)).square().mean() | change=freeze
 tied weights | m.second(m.hidden(x)).square().mean() | change=tie
+gradients that autograd would copy
+    | y = torch.einsum("nd,edf->nef", m.second(m.hidden(x[:4])), m.wide)
+    ; (y + (m.left + m.right)).square().mean()
+    | change=widen
 buffers that change
     | y = m.norm(m.hidden(x)); m.calls += 1
     ; m.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)

@@ -236,7 +236,7 @@ class LoweredStep:
 
         `own` are its inputs that are parameters or buffers; the caller has all others.
         """
-        lowered = joint.lowered()
+        lowered = joint.lowered(own)
         counted = {lowered.inputs[i] for i in own}
         given = {t for t in lowered.inputs if t is not None} - counted
         return cls(lowered, given, compiled=partial(joint.compiled, own), threads=2)

@@ -16,12 +16,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
+from mucudnn.ir.tensor import TensorSpec
 from mucudnn.ir.traits import NodeTraits
 from mucudnn.torch.execution.bound_step import Count, Half, Halves
 from mucudnn.torch.execution.devices import DEVICES
 from mucudnn.torch.internals import mutated_inputs, written_back
 from mucudnn.torch.lowering.lower import lower
-from mucudnn.torch.lowering.lowered import NOTHING, Layout, Lowered
+from mucudnn.torch.lowering.lowered import NOTHING, Call, Layout, Lowered, Operand
 from mucudnn.torch.source_lines import storage_of
 
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
@@ -87,8 +88,12 @@ class Joint:
                     "step cannot be planned"
                 )
 
-    def lowered(self) -> Lowered:
-        """Lower the graph; nodes that depend on a tangent are the backward pass."""
+    def lowered(self, own: Sequence[int]) -> Lowered:
+        """Lower the graph; nodes that depend on a tangent are the backward pass.
+
+        Args:
+            own: Inputs that are parameters or buffers.
+        """
         following = set(self.tangents)
         begun = False
         backward = set()
@@ -102,7 +107,7 @@ class Joint:
         def phase_of(node: str) -> Phase:
             return Phase.BACKWARD if node in backward else Phase.FORWARD
 
-        return self._marked(lower(self.module, phase_of))
+        return self._marked(lower(self.module, phase_of), own)
 
     def compiled(self, own: Sequence[int], sizes: Any, *, tuned: bool) -> Lowered:
         """Compile the graph by Inductor, and lower it with the kernels as nodes.
@@ -162,10 +167,11 @@ class Joint:
             ),
             {n.name: tensor_in(n) for n in tensors if n.op == "get_attr"},
         )
-        return self._marked(joined(kernels.tensors, kernels.nodes, found))
+        return self._marked(joined(kernels.tensors, kernels.nodes, found), own)
 
-    def _marked(self, lowered: Lowered) -> Lowered:
-        """Mark mutated inputs, and results of the forward pass."""
+    def _marked(self, lowered: Lowered, own: Sequence[int]) -> Lowered:
+        """Mark mutated inputs and results of the forward pass; copy some gradients."""
+        lowered = _with_gradients_laid_out(lowered, own, self.count.results)
         mutated = mutated_inputs(self.output, self.primals)
         values = written_back(self.output)
         found = _remembering(lowered, mutated, values)
@@ -293,6 +299,59 @@ def _one_call(
     output = graph.output(tuple(outputs))
     output.meta["desc"] = [None] * len(outputs)
     return torch.fx.GraphModule(module, graph)
+
+
+def _with_gradients_laid_out(
+    lowered: Lowered, own: Sequence[int], results: int
+) -> Lowered:
+    """Copy gradients that autograd would copy, as part of the plan.
+
+    Autograd stores the gradient of a parameter as it is, if it has the strides of the
+    parameter and is nobody else's. It copies other ones behind the backward half.
+
+    Args:
+        lowered: The graph.
+        own: Inputs that are parameters or buffers.
+        results: Number of results of the forward pass.
+    """
+    graph = lowered.graph
+    maker = {name: node for node in graph.nodes for name in node.outputs}
+    tensors, layouts = dict(graph.tensors), dict(lowered.layouts)
+    found, calls = list(lowered.results), dict(lowered.calls)
+    behind: dict[str, list[Node]] = {}
+    for i in own:
+        parameter, name = lowered.inputs[i], found[results + i]
+        if parameter is None or name not in maker:
+            continue  # a buffer, or the caller's own gradient
+        mine, wanted = layouts[name], layouts[parameter]
+        strides = zip(mine.shape, mine.stride, wanted.stride, strict=True)
+        laid_out = all(one == other for n, one, other in strides if n != 1)
+        if laid_out and found.count(name) == 1:
+            continue
+        copied = f"{name}.of.{parameter}"
+        layouts[copied] = replace(wanted, offset=0)
+        nbytes = wanted.extent * wanted.dtype.itemsize
+        tensors[copied] = TensorSpec(copied, (nbytes,), "uint8")
+        args = Operand(0), wanted.stride
+        calls[copied] = Call(_laid_out, args, MappingProxyType({}), (None,))
+        node = Node(copied, "copy", (name,), (copied,), phase=Phase.BACKWARD)
+        behind.setdefault(maker[name].name, []).append(node)
+        found[results + i] = copied
+    if not behind:
+        return lowered
+    nodes = [n for node in graph.nodes for n in (node, *behind.get(node.name, ()))]
+    outputs = dict.fromkeys(r for r in found if r in maker or r in calls)
+    return replace(
+        lowered,
+        graph=Graph(MappingProxyType(tensors), tuple(nodes), tuple(outputs)),
+        calls=MappingProxyType(calls),
+        layouts=MappingProxyType(layouts),
+        results=tuple(found),
+    )
+
+
+def _laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    return gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
 
 
 def _staying(lowered: Lowered, results: Sequence[Any]) -> Lowered:
