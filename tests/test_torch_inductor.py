@@ -160,6 +160,12 @@ def cached():
     return Cached(), functional.cross_entropy, batch
 
 
+def solved():
+    """Linear equations, whose factors are checked and have pivots."""
+    torch.manual_seed(0)
+    return QUICK["solved"]()
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
@@ -297,9 +303,10 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
     assert plans[-1].recomputed or plans[-1].leaving
 
 
-def test_decompositions_may_have_other_strides_than_eager_mode():
-    expected = compiled(cached, sgd)
-    found, step = planned(cached, sgd)
+@pytest.mark.parametrize("made", [cached, solved])
+def test_strides_checks_and_pivots_of_functions_are_known(made):
+    expected = compiled(made, sgd)
+    found, step = planned(made, sgd)
     assert step.plan.kernels
     assert found.losses == expected.losses
     assert all(map(torch.equal, found.state, expected.state))

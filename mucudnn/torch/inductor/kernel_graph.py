@@ -47,6 +47,8 @@ _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _PLACES = (0, 4, 12, 24, *range(1, 127))
 """Places in a pooling window: its first, the middles of square ones, and all others."""
 
+_SMALL_INTEGERS = torch.int8, torch.int32
+
 _ALIGNED = 16
 """Bytes to a multiple of which kernels for CUDA expect parameters to be aligned."""
 
@@ -187,7 +189,7 @@ class KernelGraph:
             (None,) if single else tuple(range(len(line.results))),
             random=line.random,
             into=line.into if in_place else None,
-            integer=0 if line.kernel is None else self._integer(line),
+            integer=self._integer(line),
         )
         yield "", call, line.results
 
@@ -200,7 +202,8 @@ class KernelGraph:
         """
         key = line.function, *(self.layouts[v] for v in line.operands)
         if key not in self._seen:
-            given = [self._sample(v) for v in line.operands]
+            integer = self._integer(line)
+            given = [self._sample(v, integer) for v in line.operands]
             with torch.no_grad():
                 found = line.function(*given)
             found = found if isinstance(found, tuple) else (found,)
@@ -246,17 +249,20 @@ class KernelGraph:
         return line, ()
 
     def _integer(self, line: KernelLine) -> int:
-        """Return what byte operands hold such that a kernel reads within its inputs.
+        """Return what small integers hold such that a kernel reads within its inputs.
 
         Places in a pooling window are bytes, counted from its first one. That lies in
         the padding at the image's edges, where the kernel stops with an error, and the
-        middle of the window does not. On a GPU such an error ends the process, so that
-        nothing is tried there.
+        middle of the window does not. LAPACK's pivots have four bytes, counted from
+        one. On a GPU such an error ends the process, so that nothing is tried there.
         """
-        places = [v for v in line.operands if self.layouts[v].dtype is torch.int8]
+        operands = [self.layouts[v] for v in line.operands]
+        places = [at for at in operands if at.dtype in _SMALL_INTEGERS]
         if not places:
             return 0
-        if self.layouts[places[0]].device.type == "cuda":
+        if places[0].device.type == "cuda":
+            if places[0].dtype is torch.int32:
+                return 0
             if self._middle is None:
                 raise NotCompiledError(
                     f"{line.name} of Inductor's reads places in windows of several "
@@ -265,7 +271,8 @@ class KernelGraph:
             return self._middle
         key = "integer", line.function, *(self.layouts[v] for v in line.operands)
         if key not in self._seen:
-            for value in _PLACES:
+            of_bytes = places[0].dtype is torch.int8
+            for value in _PLACES if of_bytes else (0, 1):
                 given = [self._sample(v, value) for v in line.operands]
                 with suppress(RuntimeError):
                     line.function(*given)
@@ -279,7 +286,7 @@ class KernelGraph:
         return found
 
     def _sample(self, value: str, integer: int = 0) -> torch.Tensor:
-        """Return a tensor like a value: random, with bytes that hold `integer`."""
+        """Return a tensor like a value: random, small integers being `integer`."""
         layout = self.layouts[value]
         flat = torch.zeros(layout.extent, dtype=layout.dtype, device=layout.device)
         generator = torch.Generator().manual_seed(len(self._seen))
@@ -288,7 +295,7 @@ class KernelGraph:
             flat.copy_(drawn.mul_(2).sub_(1))
         elif layout.dtype is torch.bool:
             flat.copy_(torch.randint(2, flat.shape, generator=generator))
-        elif layout.dtype is torch.int8:
+        elif layout.dtype in _SMALL_INTEGERS:
             flat.fill_(integer)
         return flat.as_strided(layout.shape, layout.stride)
 
