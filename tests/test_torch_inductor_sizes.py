@@ -144,6 +144,14 @@ def test_a_compiled_model_has_one_compilation_for_rows_and_lengths(compilations)
     assert all(plan.kernels > 4 for plan in backend.plans)
 
 
+def test_a_batch_may_have_other_strides_at_every_call():
+    model = nn.Linear(12, 5)
+    forward = torch.compile(model, backend=mt.backend(inductor=True, cache=None))
+    columns, parts, row = torch.randn(12, 8), torch.randn(8, 24), torch.randn(1, 12)
+    for x in (columns.t(), parts[:, ::2], row.expand(8, 12)):
+        torch.testing.assert_close(forward(x), model(x))
+
+
 def test_a_batch_of_one_is_compiled_for_itself(compilations):  # noqa: F811
     FxGraphCache.clear()
     model, loss_fn, (x, y) = mlp()

@@ -171,11 +171,10 @@ class Joint:
 
     def _marked(self, lowered: Lowered, own: Sequence[int]) -> Lowered:
         """Mark mutated inputs and results of the forward pass; copy some gradients."""
-        lowered = _with_gradients_laid_out(lowered, own, self.count.results)
         mutated = mutated_inputs(self.output, self.primals)
         values = written_back(self.output)
         found = _remembering(lowered, mutated, values)
-        return _staying(found, found.results[: self.count.results])
+        return _staying(found, self.count.results, own)
 
     def key(self, own: Sequence[int]) -> Any:
         """Return a key that is equal for graphs that can share a program.
@@ -301,72 +300,39 @@ def _one_call(
     return torch.fx.GraphModule(module, graph)
 
 
-def _with_gradients_laid_out(
-    lowered: Lowered, own: Sequence[int], results: int
-) -> Lowered:
-    """Copy gradients that autograd would copy, as part of the plan.
-
-    Autograd stores the gradient of a parameter as it is, if it has the strides of the
-    parameter and is nobody else's. It copies other ones behind the backward half.
-
-    Args:
-        lowered: The graph.
-        own: Inputs that are parameters or buffers.
-        results: Number of results of the forward pass.
-    """
-    graph = lowered.graph
-    maker = {name: node for node in graph.nodes for name in node.outputs}
-    tensors, layouts = dict(graph.tensors), dict(lowered.layouts)
-    found, calls = list(lowered.results), dict(lowered.calls)
-    behind: dict[str, list[Node]] = {}
-    for i in own:
-        parameter, name = lowered.inputs[i], found[results + i]
-        if parameter is None or name not in maker:
-            continue  # a buffer, or the caller's own gradient
-        mine, wanted = layouts[name], layouts[parameter]
-        strides = zip(mine.shape, mine.stride, wanted.stride, strict=True)
-        laid_out = all(one == other for n, one, other in strides if n != 1)
-        if laid_out and found.count(name) == 1:
-            continue
-        copied = f"{name}.of.{parameter}"
-        layouts[copied] = replace(wanted, offset=0)
-        nbytes = wanted.extent * wanted.dtype.itemsize
-        tensors[copied] = TensorSpec(copied, (nbytes,), "uint8")
-        args = Operand(0), wanted.stride
-        calls[copied] = Call(_laid_out, args, MappingProxyType({}), (None,))
-        node = Node(copied, "copy", (name,), (copied,), phase=Phase.BACKWARD)
-        behind.setdefault(maker[name].name, []).append(node)
-        found[results + i] = copied
-    if not behind:
-        return lowered
-    nodes = [n for node in graph.nodes for n in (node, *behind.get(node.name, ()))]
-    outputs = dict.fromkeys(r for r in found if r in maker or r in calls)
-    return replace(
-        lowered,
-        graph=Graph(MappingProxyType(tensors), tuple(nodes), tuple(outputs)),
-        calls=MappingProxyType(calls),
-        layouts=MappingProxyType(layouts),
-        results=tuple(found),
-    )
-
-
 def _laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
 
 
-def _staying(lowered: Lowered, results: Sequence[Any]) -> Lowered:
-    """Mark the results of the forward pass as neither offloaded nor recomputed.
+def _staying(lowered: Lowered, count: int, own: Sequence[int]) -> Lowered:
+    """Mark the results of the forward pass; copy gradients that autograd would copy.
 
-    They belong to the caller: the backward half can neither offload nor recompute them,
-    so they count until the end. The mark is on a view of each result, not on its node,
-    whose other results are not concerned: a batch norm returns running statistics, but
-    its activation may be offloaded.
+    The results belong to the caller: the backward half can neither offload nor
+    recompute them, so they count until the end. The mark is on a view of each result,
+    not on its node, whose other results are not concerned: a batch norm returns running
+    statistics, but its activation may be offloaded.
+
+    Autograd stores the gradient of a parameter as it is, if it has the strides of the
+    parameter and is nobody else's. It would copy others behind the backward half.
     """
-    graph = lowered.graph
-    returned = {graph.storages[r] for r in results if isinstance(r, str)}
+    graph, results = lowered.graph, list(lowered.results)
+    returned = {graph.storages[r] for r in results[:count] if _made(r)}
     again = {graph.storages[t] for n in _later(graph) for t in n.inputs} & returned
+    gradients: dict[Any, list[int]] = {}
+    for i in own:
+        gradients.setdefault(results[count + i], []).append(i)
     tensors, layouts = dict(graph.tensors), dict(lowered.layouts)
-    calls, nodes = dict(lowered.calls), []
+    calls, nodes, outputs = dict(lowered.calls), list[Node](), list(graph.outputs)
+
+    def add(node: Node, call: Call, layout: Layout, alias: str | None = None) -> None:
+        [name] = node.outputs
+        nbytes = layout.extent * layout.dtype.itemsize
+        spec = TensorSpec(name, (nbytes,), "uint8")
+        if alias is not None:
+            spec = replace(tensors[alias], name=name, alias=alias)
+        tensors[name], layouts[name], calls[name] = spec, layout, call
+        nodes.append(node)
+
     for node in graph.nodes:
         mine = {graph.storages[name] for name in node.outputs}
         fixed = mine <= returned or not mine.isdisjoint(again)
@@ -374,17 +340,29 @@ def _staying(lowered: Lowered, results: Sequence[Any]) -> Lowered:
         nodes.append(replace(node, traits=traits))
         for root in (name for name in node.outputs if name in returned):
             name = f"returned.{root}"
-            tensors[name] = replace(tensors[root], name=name, alias=root)
-            layouts[name], calls[name] = layouts[root], NOTHING
             view = NodeTraits(view=True, movable=False, recomputable=False)
-            nodes.append(
-                Node(name, "view", (root,), (name,), phase=node.phase, traits=view)
-            )
+            seen = Node(name, "view", (root,), (name,), phase=node.phase, traits=view)
+            add(seen, NOTHING, layouts[root], root)
+        for gradient in node.outputs:
+            for i in gradients.get(gradient, ()):
+                at, wanted = layouts[gradient], layouts[str(lowered.inputs[i])]
+                strides = zip(at.shape, at.stride, wanted.stride, strict=True)
+                laid_out = all(one == other for n, one, other in strides if n != 1)
+                if laid_out and results.count(gradient) == 1:
+                    continue
+                args = Operand(0), wanted.stride
+                call = Call(_laid_out, args, MappingProxyType({}), (None,))
+                name = results[count + i] = f"{gradient}.of.{lowered.inputs[i]}"
+                copied = Node(name, "copy", (gradient,), (name,), phase=node.phase)
+                add(copied, call, replace(wanted, offset=0))
+                outputs.append(name)
+    outputs = [name for name in outputs if name in results]
     return replace(
         lowered,
-        graph=Graph(MappingProxyType(tensors), tuple(nodes), graph.outputs),
+        graph=Graph(MappingProxyType(tensors), tuple(nodes), tuple(outputs)),
         calls=MappingProxyType(calls),
         layouts=MappingProxyType(layouts),
+        results=tuple(results),
     )
 
 

@@ -503,7 +503,7 @@ def lower_passes(
     step, sizes = graph.compiled.find(form, numbers, axes, compiled)
     for node, layout in zip(first, layouts, strict=True):
         if node not in made and node.name not in graph.tensors:
-            nbytes = tensor_of(node).untyped_storage().nbytes()
+            nbytes = int(tensor_of(node).untyped_storage().nbytes())
             graph.declare_input(node.name, layout, nbytes)
     tensors = (made.get(node, node.name) for node in first)
     inputs = dict(zip(step.names, (*map(str, sizes), *tensors), strict=True))
