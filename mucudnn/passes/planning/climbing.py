@@ -167,19 +167,31 @@ def try_changes(changes: Iterable[Change], state: SearchState) -> None:
         state.consider({**state.residency, **dict(change)})
 
 
-def changes_of(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Change]:
+def changes_of(
+    graph: Graph, candidates: Sequence[Candidate], *, mixed: bool = False
+) -> Iterator[Change]:
     """Yield changes for a climb: of the largest tensors, of groups, of others.
 
     All slices of a tensor change together before single slices do.
+
+    Args:
+        graph: The training graph.
+        candidates: Its saved tensors.
+        mixed: Whether groups and tensors change in turn, both those with the most bytes
+            first. This helps earlier, but not always as much.
     """
     tensors = slices_of(candidates)
     groups = sorted(tensors.values(), key=total_bytes, reverse=True)
     largest = [[c.saved.name for c in group] for group in groups]
     sliced = [names for names in largest if len(names) > 1]
-    yield from same_changes(
-        largest[:_FEW], RECOMPUTED_BACKWARD if sliced else tuple(Residency)
-    )
-    yield from group_changes(graph, candidates)
-    others = largest if sliced else largest[_FEW:]
-    yield from same_changes([*others, [EVERYTHING], [PERSISTENTS]])
+    few = [] if mixed else largest[:_FEW]
+    yield from same_changes(few, RECOMPUTED_BACKWARD if sliced else tuple(Residency))
+    others = largest if sliced else largest[len(few) :]
+    single = same_changes([*others, [EVERYTHING], [PERSISTENTS]])
+    grouped = group_changes(graph, candidates)
+    if mixed:
+        pairs = itertools.zip_longest(grouped, single)
+        yield from (change for pair in pairs for change in pair if change)
+    else:
+        yield from itertools.chain(grouped, single)
     yield from single_changes([*itertools.chain(*sliced)])

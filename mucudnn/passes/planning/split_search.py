@@ -351,7 +351,7 @@ class SliceSearch:
     def __init__(self, request: StepRequest) -> None:
         self._request = request
         self._candidates = request.candidates
-        changes = list(changes_of(request.graph, self._candidates))
+        changes = list(changes_of(request.graph, self._candidates, mixed=True))
         self._climbs = [
             Climb(request.scheduled(s), changes) for s in schedulers(request)
         ]

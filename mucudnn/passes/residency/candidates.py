@@ -277,6 +277,7 @@ _PAGED_SHARES = (
     (0.25, Residency.RECOMPUTE_EACH),
     (0.25, Residency.RECOMPUTE),
     (0.125, Residency.RECOMPUTE_EACH),
+    (0.5, Residency.RECOMPUTE_EACH),
 )
 """Shares of the candidates that starts with much paging recompute, and how."""
 
