@@ -362,6 +362,26 @@ def test_a_compiled_model_keeps_a_budget_with_the_same_bits(budget):
     assert all(map(torch.equal, found.state, expected.state))
 
 
+def test_backward_kernels_read_what_tensors_were_in_the_forward_pass():
+    """As a queue of keys; torch.compile recomputes from the new values (2.13)."""
+
+    def gradient(backend):
+        torch.manual_seed(0)
+        layer, keys = nn.Linear(4, 3), torch.randn(3, 5)
+
+        def loss(x):
+            scores = layer(x) @ keys.clone()
+            keys.mul_(2)
+            return scores.square().sum()
+
+        torch.compile(loss, backend=backend)(torch.randn(6, 4)).backward()
+        return layer.weight.grad
+
+    backend = mt.backend(inductor=True, cache=None)
+    assert torch.allclose(gradient(backend), gradient("eager"))
+    assert backend.plans[0].kernels
+
+
 def test_what_is_not_compiled_runs_operation_by_operation_and_says_why():
     apart, _ = planned(branches, sgd, inductor=False)
     missing = {"cpp.cxx": ("no-such-compiler",)}
