@@ -4,6 +4,7 @@ import copy
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -160,10 +161,9 @@ def cached():
     return Cached(), functional.cross_entropy, batch
 
 
-def solved():
-    """Linear equations, whose factors are checked and have pivots."""
+def case(name):
     torch.manual_seed(0)
-    return QUICK["solved"]()
+    return QUICK[name]()
 
 
 def sgd(model):
@@ -303,8 +303,10 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
     assert plans[-1].recomputed or plans[-1].leaving
 
 
-@pytest.mark.parametrize("made", [cached, solved])
-def test_strides_checks_and_pivots_of_functions_are_known(made):
+@pytest.mark.parametrize(
+    "made", [cached, partial(case, "solved"), partial(case, "chosen")]
+)
+def test_strides_checks_pivots_and_weights_of_functions_are_known(made):
     expected = compiled(made, sgd)
     found, step = planned(made, sgd)
     assert step.plan.kernels
