@@ -4,6 +4,7 @@ import copy
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -160,10 +161,9 @@ def cached():
     return Cached(), functional.cross_entropy, batch
 
 
-def solved():
-    """Linear equations, whose factors are checked and have pivots."""
+def case(name):
     torch.manual_seed(0)
-    return QUICK["solved"]()
+    return QUICK[name]()
 
 
 def sgd(model):
@@ -303,8 +303,10 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
     assert plans[-1].recomputed or plans[-1].leaving
 
 
-@pytest.mark.parametrize("made", [cached, solved])
-def test_strides_checks_and_pivots_of_functions_are_known(made):
+@pytest.mark.parametrize(
+    "made", [cached, partial(case, "solved"), partial(case, "chosen")]
+)
+def test_strides_checks_pivots_and_weights_of_functions_are_known(made):
     expected = compiled(made, sgd)
     found, step = planned(made, sgd)
     assert step.plan.kernels
@@ -360,6 +362,26 @@ def test_a_compiled_model_keeps_a_budget_with_the_same_bits(budget):
     assert backend.plans[0].kernels > 4
     assert found.losses == expected.losses
     assert all(map(torch.equal, found.state, expected.state))
+
+
+def test_backward_kernels_read_what_tensors_were_in_the_forward_pass():
+    """As a queue of keys; torch.compile recomputes from the new values (2.13)."""
+
+    def gradient(backend):
+        torch.manual_seed(0)
+        layer, keys = nn.Linear(4, 3), torch.randn(3, 5)
+
+        def loss(x):
+            scores = layer(x) @ keys.clone()
+            keys.mul_(2)
+            return scores.square().sum()
+
+        torch.compile(loss, backend=backend)(torch.randn(6, 4)).backward()
+        return layer.weight.grad
+
+    backend = mt.backend(inductor=True, cache=None)
+    assert torch.allclose(gradient(backend), gradient("eager"))
+    assert backend.plans[0].kernels
 
 
 def test_what_is_not_compiled_runs_operation_by_operation_and_says_why():

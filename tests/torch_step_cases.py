@@ -170,6 +170,7 @@ solved
     | matrix = s.m[0].weight @ s.m[0].weight.T + torch.eye(8)
     ; torch.linalg.solve(matrix, s.m[0](x).T).T * torch.logdet(matrix) | linear()
     | quick
+chosen | s.m[0](x)[:, torch.multinomial(torch.arange(8.0) + 1, 8)] | linear() | quick
 added_to | y = s.m[0](x); y += x; functional.relu_(y) | linear() | quick
 put
     | y = s.m[0](x).clone(); y.index_put_((torch.tensor([0, 2]),), torch.zeros(8))

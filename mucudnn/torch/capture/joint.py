@@ -5,7 +5,7 @@ Each half is a graph of one node, which runs its part of the planned program.
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -300,8 +300,19 @@ def _one_call(
     return torch.fx.GraphModule(module, graph)
 
 
-def _laid_out(gradient: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    return gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
+def _laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
+def _copy_of(
+    tensor: str, name: str, layout: Layout, phase: Phase
+) -> tuple[Node, TensorSpec, Layout, Call]:
+    """Return a node that copies a tensor to strides, its result, and its call."""
+    layout = replace(layout, offset=0)
+    args = Operand(0), layout.stride
+    call = Call(_laid_out, args, MappingProxyType({}), (None,))
+    spec = TensorSpec(name, (layout.extent * layout.dtype.itemsize,), "uint8")
+    return Node(name, "copy", (tensor,), (name,), phase=phase), spec, layout, call
 
 
 def _staying(lowered: Lowered, count: int, own: Sequence[int]) -> Lowered:
@@ -316,22 +327,14 @@ def _staying(lowered: Lowered, count: int, own: Sequence[int]) -> Lowered:
     parameter and is nobody else's. It would copy others behind the backward half.
     """
     graph, results = lowered.graph, list(lowered.results)
-    returned = {graph.storages[r] for r in results[:count] if _made(r)}
-    again = {graph.storages[t] for n in _later(graph) for t in n.inputs} & returned
+    returned = {graph.storages[r] for r in results[:count] if isinstance(r, str)}
+    later = (node for node in graph.nodes if node.phase is not Phase.FORWARD)
+    again = {graph.storages[t] for node in later for t in node.inputs} & returned
     gradients: dict[Any, list[int]] = {}
     for i in own:
         gradients.setdefault(results[count + i], []).append(i)
     tensors, layouts = dict(graph.tensors), dict(lowered.layouts)
     calls, nodes, outputs = dict(lowered.calls), list[Node](), list(graph.outputs)
-
-    def add(node: Node, call: Call, layout: Layout, alias: str | None = None) -> None:
-        [name] = node.outputs
-        nbytes = layout.extent * layout.dtype.itemsize
-        spec = TensorSpec(name, (nbytes,), "uint8")
-        if alias is not None:
-            spec = replace(tensors[alias], name=name, alias=alias)
-        tensors[name], layouts[name], calls[name] = spec, layout, call
-        nodes.append(node)
 
     for node in graph.nodes:
         mine = {graph.storages[name] for name in node.outputs}
@@ -342,7 +345,9 @@ def _staying(lowered: Lowered, count: int, own: Sequence[int]) -> Lowered:
             name = f"returned.{root}"
             view = NodeTraits(view=True, movable=False, recomputable=False)
             seen = Node(name, "view", (root,), (name,), phase=node.phase, traits=view)
-            add(seen, NOTHING, layouts[root], root)
+            tensors[name] = replace(tensors[root], name=name, alias=root)
+            layouts[name], calls[name] = layouts[root], NOTHING
+            nodes.append(seen)
         for gradient in node.outputs:
             for i in gradients.get(gradient, ()):
                 at, wanted = layouts[gradient], layouts[str(lowered.inputs[i])]
@@ -350,11 +355,11 @@ def _staying(lowered: Lowered, count: int, own: Sequence[int]) -> Lowered:
                 laid_out = all(one == other for n, one, other in strides if n != 1)
                 if laid_out and results.count(gradient) == 1:
                     continue
-                args = Operand(0), wanted.stride
-                call = Call(_laid_out, args, MappingProxyType({}), (None,))
                 name = results[count + i] = f"{gradient}.of.{lowered.inputs[i]}"
-                copied = Node(name, "copy", (gradient,), (name,), phase=node.phase)
-                add(copied, call, replace(wanted, offset=0))
+                copied, tensors[name], layouts[name], calls[name] = _copy_of(
+                    gradient, name, wanted, node.phase
+                )
+                nodes.append(copied)
                 outputs.append(name)
     outputs = [name for name in outputs if name in results]
     return replace(
@@ -363,15 +368,6 @@ def _staying(lowered: Lowered, count: int, own: Sequence[int]) -> Lowered:
         calls=MappingProxyType(calls),
         layouts=MappingProxyType(layouts),
         results=tuple(results),
-    )
-
-
-def _later(graph: Graph) -> Iterator[Node]:
-    """Return the nodes of the backward half."""
-    return (
-        node
-        for node in graph.nodes
-        if node.phase is not Phase.FORWARD and node.name != _CHANGED
     )
 
 
@@ -384,7 +380,8 @@ def _remembering(
     The node belongs to the forward pass: otherwise the new values could be recomputed
     in the backward pass, too late to be returned. The new values are results, are
     copied to the inputs between the halves, and are freed then unless the model returns
-    them as well.
+    them as well. The forward half copies the inputs that the backward half reads:
+    Inductor recomputes from inputs what the model computed before it changed them.
 
     Args:
         lowered: The graph.
@@ -397,24 +394,31 @@ def _remembering(
     if not changed:
         return lowered
     graph = lowered.graph
-    results = enumerate(lowered.results)
-    others = {graph.storages[r] for i, r in results if i not in values and _made(r)}
-    asked = dict.fromkeys(r for i in values if _made(r := lowered.results[i]))
+    results = [(i, r) for i, r in enumerate(lowered.results) if isinstance(r, str)]
+    others = {graph.storages[r] for i, r in results if i not in values}
+    asked = dict.fromkeys(r for i, r in results if i in values)
     gone = [r for r in asked if r in graph.outputs and graph.storages[r] not in others]
     node = Node(
         _CHANGED, "store", (*changed, *gone), (), phase=Phase.FORWARD, mutates=changed
     )
     forward = [n for n in graph.nodes if n.phase is Phase.FORWARD]
     backward = [n for n in graph.nodes if n.phase is not Phase.FORWARD]
-    calls = MappingProxyType({**lowered.calls, _CHANGED: NOTHING})
+    tensors, layouts = dict(graph.tensors), dict(lowered.layouts)
+    calls = {**lowered.calls, _CHANGED: NOTHING}
+    before = {}
+    read = {t for n in backward for t in n.inputs}
+    for t in filter(read.__contains__, changed):
+        name = before[t] = f"{t}.before"
+        copied, tensors[name], layouts[name], calls[name] = _copy_of(
+            t, name, layouts[t], Phase.FORWARD
+        )
+        forward.append(copied)
+    backward = [
+        replace(n, inputs=tuple(before.get(t, t) for t in n.inputs)) for n in backward
+    ]
     outputs = tuple(name for name in graph.outputs if name not in gone)
-    found = Graph(graph.tensors, (*forward, node, *backward), outputs)
-    return replace(lowered, graph=found, calls=calls)
-
-
-def _made(result: Any) -> bool:
-    """Return whether a result is a tensor of the graph."""
-    return isinstance(result, str)
+    found = Graph(tensors, (*forward, node, *backward), outputs)
+    return replace(lowered, graph=found, calls=calls, layouts=layouts)
 
 
 # Graphs of symbolic sizes: compiled once for every combination of sizes.

@@ -203,7 +203,8 @@ class KernelGraph:
         key = line.function, *(self.layouts[v] for v in line.operands)
         if key not in self._seen:
             integer = self._integer(line)
-            given = [self._sample(v, integer) for v in line.operands]
+            # Weights, rates and deviations to draw by are not negative.
+            given = [self._sample(v, integer, least=0) for v in line.operands]
             with torch.no_grad():
                 found = line.function(*given)
             found = found if isinstance(found, tuple) else (found,)
@@ -285,14 +286,14 @@ class KernelGraph:
         found: int = self._seen[key]
         return found
 
-    def _sample(self, value: str, integer: int = 0) -> torch.Tensor:
-        """Return a tensor like a value: random, small integers being `integer`."""
+    def _sample(self, value: str, integer: int = 0, least: int = -1) -> torch.Tensor:
+        """Return a tensor like a value: random to 1, small integers being `integer`."""
         layout = self.layouts[value]
         flat = torch.zeros(layout.extent, dtype=layout.dtype, device=layout.device)
         generator = torch.Generator().manual_seed(len(self._seen))
         if layout.dtype.is_floating_point:
             drawn = torch.rand(flat.shape, generator=generator)
-            flat.copy_(drawn.mul_(2).sub_(1))
+            flat.copy_(drawn.mul_(1 - least).add_(least))
         elif layout.dtype is torch.bool:
             flat.copy_(torch.randint(2, flat.shape, generator=generator))
         elif layout.dtype in _SMALL_INTEGERS:
