@@ -137,7 +137,7 @@ def large():
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.5, 1.01), (0.2, 1.025), (0.05, 1.01)])
-def test_places_cost_little_time(share, most, large, short_search):
+def test_places_cost_little_time(share, most, large):
     request, peak, least = large
     request = request.within(least + int(share * (peak - least)))
     plan = plan_step(request)
