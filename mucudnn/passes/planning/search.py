@@ -70,9 +70,6 @@ _SLOWER_START, _SLOWER = 1.1, 1.04
 """Factors on the fastest plan above which another one is not improved: before the first
 round, and before the others."""
 
-_ORDERS = (False, True)
-"""Whether changes of groups and of tensors are mixed, in turn for the plans."""
-
 _WORTH = 0.995
 """Factor on the fastest plan's time. After the last round it is improved further for as
 long as the same number of changes makes it faster by this factor."""
@@ -167,7 +164,7 @@ def _search_locally(
         others = _other_starts(request, candidates)
         starts += itertools.islice(others, _WORK // nodes)
     graph = request.graph
-    orders = [list(changes_of(graph, candidates, mixed=mixed)) for mixed in _ORDERS]
+    orders = [list(changes_of(graph, candidates, mixed=m)) for m in (False, True)]
     family = [] if rounded else paged_family(by_cost(candidates))
     first, climbs, paged = (
         [
@@ -182,19 +179,20 @@ def _search_locally(
     )
     fewer = min(1.0, _NODES / nodes)
     factor = _SLOWER_START
-    for plans, trials in rounds:
+    for plans, most in rounds:
+        trials = max(_LEAST_TRIALS, int(fewer * most))
         limit = factor * min(climb.step_ms for climb in first + climbs + paged)
         climbs = [climb for climb in climbs[:plans] if climb.step_ms <= limit]
         paged = paged[:plans]
         for climb in first + climbs + paged:
-            climb.run(max(_LEAST_TRIALS, int(fewer * trials)))
+            climb.run(trials)
         climbs, paged, factor = _distinct(climbs), _distinct(paged), _SLOWER
         fastest = min(first + climbs + paged, key=lambda climb: climb.step_ms)
         if fastest.step_ms <= _NEAR * bound.step_ms:
             break
     while len(rounds) > 1 and fastest.step_ms > _NEAR * bound.step_ms:
         before = fastest.step_ms
-        fastest.run(max(_LEAST_TRIALS, int(fewer * trials)))
+        fastest.run(trials)
         if fastest.step_ms > _WORTH * before:
             break
     best.take_over(fastest.state)
