@@ -5,16 +5,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from bench import papers
-from bench.papers import tsplit
 from bench.papers.capacity import GIB, bytes_an_image, largest_batch, needed
-from bench.papers.cases import cases
 from bench.papers.layers import Kind, LayerBuilder
-from bench.papers.networks import MODELS, alexnet, of_library, resnet
-from bench.papers.out_of_core import THEIRS, windows_on
-from bench.papers.planner import plan
-from bench.papers.published import Figure, figures, speeds
-from bench.papers.reach import batch_within, least_bytes, planned_depth
-from bench.papers.report import figures_table, out_of_core_table, planner_table
+from bench.papers.networks import MODELS, of_library, resnet
+from bench.papers.published import Figure, figures
+from bench.papers.report import figures_table
 from bench.papers.superneurons import MIB, TECHNIQUES, Mode, moments, peaks, route, row
 from bench.papers.vdnn import (
     account,
@@ -226,7 +221,7 @@ def test_the_command_fails_with_a_figure_that_must_agree(wrong, monkeypatch, cap
     from bench import __main__ as command
 
     bad = replace(GOOD, what="other", ours=200.0)
-    result = papers.compared([GOOD, bad] if wrong else [GOOD], {})
+    result = papers.compared([GOOD, bad] if wrong else [GOOD])
     assert result["failures"] == ["other"] * wrong
     monkeypatch.setattr(papers, "run", lambda: result)
     monkeypatch.setattr(papers, "table", figures_table)
@@ -247,98 +242,20 @@ def of_convolutions(graph):
     return sorted(found)
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_the_planner_plans_the_papers_networks(case):
+@pytest.mark.parametrize(
+    ("network", "model"),
+    [
+        *((MODELS[name](), of_library(name)) for name in MODELS),
+        *((alexnet_one_tower(), "alexnet_owt"), (overfeat(), "overfeat")),
+        *((googlenet(), "googlenet_plain"), (vgg(), "vgg16"), (vgg(80), "vgg416")),
+    ],
+    ids=lambda network: getattr(network, "name", ""),
+)
+def test_models_are_the_papers_networks(network, model):
     kinds = (Kind.CONV, Kind.FC)
-    theirs = [layer for layer in case.network.layers if layer.kind in kinds]
-    ours = of_convolutions(get_model(case.model)(1, image=case.network.data[1]))
+    theirs = [layer for layer in network.layers if layer.kind in kinds]
+    ours = of_convolutions(get_model(model)(1, image=network.data[1]))
     assert ours == sorted((layer.numel, layer.weights) for layer in theirs)
-
-
-def _case(part):
-    (found,) = (case for case in cases() if part in case.name)
-    return found
-
-
-def test_our_planner_at_a_papers_peak():
-    """Parameters and batch in it, the paper's peak is more than our planner needs."""
-    ours = plan(_case("AlexNet (200), cost_aware"))
-    counted = row(alexnet(), 200)["cost_aware"]["peak_mib"]
-    assert ours["budget_mib"] > counted
-    assert ours["least_mib"] < ours["budget_mib"] < ours["unbounded_mib"]
-    for key in ("planned", "theirs"):
-        one = ours[key]
-        assert one["fits"] is (one["slowdown"] is not None)
-        if one["fits"]:
-            assert ours["least_mib"] <= one["peak_mib"] <= ours["budget_mib"]
-            assert one["slowdown"] > 0.999
-    assert ours["planned"]["fits"]
-    if ours["theirs"]["fits"]:
-        assert ours["planned"]["slowdown"] <= ours["theirs"]["slowdown"] + 1e-9
-    assert "AlexNet" in planner_table({"planner": [ours]})
-
-
-def test_a_policy_that_does_not_fit_says_what_it_needs():
-    case = replace(_case("AlexNet (200), cost_aware"), budget=1 << 20)
-    ours = plan(case)
-    for key in ("planned", "theirs"):
-        assert not ours[key]["fits"]
-        assert ours[key]["peak_mib"] >= ours["least_mib"] > ours["budget_mib"]
-    assert "needs" in planner_table({"planner": [ours]})
-
-
-@pytest.mark.slow
-def test_out_of_core_by_two_windows():
-    """The step that is 7.5 times too large is scheduled by windows alone."""
-    made = windows_on("v100_pcie", (("planned", "timed"), THEIRS))
-    assert made["least_mib"] < made["budget_mib"] < made["unbounded_mib"]
-    assert made["times_in_core"] == 1440 / made["in_core_batch"] > 2
-    for one in made["techniques"]:
-        assert one["fits"]
-        assert one["peak_mib"] <= made["budget_mib"]
-        assert 0 < one["speed"] < 1
-    assert made["planned"]["policy"] == "planned"
-    assert "v100_pcie" in out_of_core_table({"out_of_core": [made]})
-    shown = speeds([], [made])
-    assert [one.published for one in shown] == [7.5, 55]
-    assert all(one.mark == "F" and one.reason for one in shown)
-    assert made["name"] == shown[0].at
-
-
-@pytest.mark.slow
-def test_the_largest_batch_is_the_largest():
-    model, side, nbytes = of_library("resnet50"), 227, 2 * GIB
-    for policy in ("planned", "superneurons", "keep_all"):
-        most = batch_within(model, side, policy, nbytes)
-        least = [least_bytes(model, side, most + more, policy) for more in (0, 1)]
-        assert least[0] <= nbytes < least[1]
-
-
-@pytest.mark.slow
-def test_the_deepest_network_is_the_deepest_that_is_tried():
-    made = planned_depth(1, 12 * GIB, most=3)
-    assert made == {"technique": "planned", "batch": 1, "depth": 143, "at_least": True}
-    made = planned_depth(1, 1 << 20, most=3)
-    assert (made["depth"], made["at_least"]) == (0, False)
-
-
-@pytest.mark.parametrize("first", range(len(tsplit.TIMES)))
-@pytest.mark.parametrize("most", [0.0, *tsplit.TIMES])
-def test_the_largest_multiple_is_found_from_anywhere(first, most):
-    tried = []
-
-    def kept(times):
-        tried.append(times)
-        return times <= most
-
-    assert tsplit._largest(kept, first) == most
-    assert len(tried) == len(set(tried)) <= 1 + len(tsplit.TIMES) // 2 + 1
-
-
-def test_figures_with_a_plan_name_a_case_that_there_is():
-    names = [case.name for case in cases()]
-    assert len(set(names)) == len(names)
-    assert {one.at for one in figures()} - {""} <= set(names)
 
 
 @st.composite

@@ -1,21 +1,16 @@
-"""Published figures of SuperNeurons, vDNN, TSPLIT and out-of-core training, and ours.
+"""Published figures of SuperNeurons and vDNN, computed again by the papers' own rules.
 
-Nothing is measured. Memory by the papers' own rules is arithmetic over their networks.
-Beside it stands what our planner does with the same networks, batches and devices:
-there every byte is counted, and times are estimated from data sheets.
+Nothing is measured: memory by these rules is arithmetic over the papers' networks. What
+the same techniques and ours do where every byte counts is in `bench.front`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from bench.papers import tsplit
 from bench.papers.capacity import GIB, bytes_an_image, deepest, largest_batch
 from bench.papers.networks import MODELS
-from bench.papers.out_of_core import DEVICES, windows_on
-from bench.papers.planner import plan_all
-from bench.papers.published import Figure, figures, speeds
-from bench.papers.reach import planned_batch, planned_depth
+from bench.papers.published import Figure, figures
 from bench.papers.report import table
 from bench.papers.superneurons import MIB, row
 from bench.papers.vdnn import (
@@ -46,19 +41,13 @@ NETWORKS = tuple(name for name in MODELS if "2500" not in name)
 """Whose largest batches are looked for."""
 
 DEPTHS = (("baseline", 16), ("liveness", 16), ("cost_aware", 16), ("cost_aware", 1))
-PLANNED_DEPTHS = (16,)
-"""Batches at which our planner looks for the deepest network."""
-
 TECHNIQUES = ("baseline", "liveness", "cost_aware", "cost_aware_prefetch")
 
 
 def run() -> dict[str, Any]:
     """Reproduce the papers. Ready for JSON; `failures` are figures that must agree."""
-    planner = plan_all()
-    windows = [windows_on(device) for device in DEVICES]
-    planned = {row["name"]: _summary(row) for row in (*planner, *windows)}
     return {
-        **compared([*figures(), *speeds(planner, windows)], planned),
+        **compared(figures()),
         "superneurons": [
             row(MODELS[name](image), batch)
             for name, image, batches in BATCHES
@@ -67,52 +56,26 @@ def run() -> dict[str, Any]:
         "vdnn": _vdnn(),
         "capacity": [_capacity(name) for name in NETWORKS],
         "depths": [
-            {
-                "technique": name,
-                "batch": batch,
-                "depth": deepest(name, batch, MEMORY),
-                "at_least": False,
-            }
+            {"technique": name, "batch": batch, "depth": deepest(name, batch, MEMORY)}
             for name, batch in DEPTHS
-        ]
-        + [planned_depth(batch, MEMORY) for batch in PLANNED_DEPTHS],
-        "planner": planner,
-        "out_of_core": windows,
-        "tsplit": tsplit.run(),
+        ],
     }
 
 
-def compared(
-    published: Iterable[Figure], planned: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """Figures beside ours and beside what the planner made, and those that are wrong.
-
-    Args:
-        published: Theirs and ours.
-        planned: Case of a figure -> what stands beside it.
-    """
-    made = [_figure(one, planned.get(one.at)) for one in published]
-    return {
-        "figures": made,
-        "failures": [one["what"] for one in made if one["wrong"]],
-    }
-
-
-def _figure(one: Figure, planned: dict[str, Any] | None) -> dict[str, Any]:
-    return {
-        **asdict(one),
-        "difference": one.difference,
-        "near": one.near,
-        "agrees": one.agrees,
-        "wrong": one.wrong,
-        "planned": planned,
-    }
-
-
-def _summary(row: dict[str, Any]) -> dict[str, Any]:
-    """What stands beside a figure, of a step that our planner made."""
-    sizes = {key: row[key] for key in ("budget_mib", "least_mib")}
-    return {**sizes, "slowdown": row["planned"]["slowdown"]}
+def compared(published: Iterable[Figure]) -> dict[str, Any]:
+    """Return figures beside ours, and those that are wrong."""
+    made = [
+        {
+            **asdict(one),
+            "difference": one.difference,
+            "near": one.near,
+            "agrees": one.agrees,
+            "wrong": one.wrong,
+        }
+        for one in published
+    ]
+    wrong = [one["what"] for one in made if one["wrong"]]
+    return {"figures": made, "failures": wrong}
 
 
 def _capacity(name: str) -> dict[str, Any]:
@@ -126,7 +89,6 @@ def _capacity(name: str) -> dict[str, Any]:
             }
             for technique in TECHNIQUES
         },
-        "planned": planned_batch(name, MEMORY),
     }
 
 
