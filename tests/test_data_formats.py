@@ -138,22 +138,22 @@ ROW = b",".join([b"16"] * 64)
 
 
 @pytest.mark.parametrize(
-    ("text", "offset"),
+    "text",
     [
-        (b"", 0),
-        (ROW + b",9\n" + ROW + b",10\n", 194),
-        (ROW + b",9\n" + ROW + b"\n", 194),
-        (ROW + b",9\n" + ROW + b",9,1\n", 194),
-        (ROW + b",9\n\n", 194),
-        (ROW.replace(b"16", b"17") + b",0\n", 0),
-        (ROW.replace(b"16", b"-1") + b",0\n", 0),
-        (b"\xff\xfe\n", 0),
+        b"",
+        ROW + b",9\n" + ROW + b",10\n",
+        ROW + b",9\n" + ROW + b"\n",
+        ROW + b",9\n" + ROW + b",9,1\n",
+        ROW + b"\n",
+        ROW.replace(b"16", b"17") + b",0\n",
+        ROW.replace(b"16", b"-1") + b",0\n",
+        b"\xff\xfe\n",
     ],
 )
-def test_foreign_digits(tmp_path, text, offset):
+def test_foreign_digits(tmp_path, text):
     path = tmp_path / "digits.csv"
     path.write_bytes(text)
-    with pytest.raises(DataError, match=rf"digits\.csv, byte {offset}: expected"):
+    with pytest.raises(DataError, match=r"digits\.csv, byte 0: expected rows of 64"):
         open_digits("train", path)
 
 

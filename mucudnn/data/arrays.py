@@ -3,7 +3,6 @@
 A mapped file takes no memory: `read` touches only the pages of the images it returns.
 """
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,7 +128,7 @@ def open_arrays(folder: str | Path, split: Split) -> Dataset:
     prefix = f"{split}_" if parts else ""
     images_path = folder / f"{prefix}images.npy"
     labels_path = folder / f"{prefix}labels.npy"
-    images, labels = _map(images_path)[0], _labels(labels_path)
+    images, labels = _map(images_path), _labels(labels_path)
     # Both parts have the classes that the labels of either show.
     count = max(int(_labels(folder / f"{p}labels.npy").max()) for p in parts or [""])
     names = _class_names(folder / "classes.txt")
@@ -145,55 +144,33 @@ def open_arrays(folder: str | Path, split: Split) -> Dataset:
 
 
 def _labels(path: Path, classes: int = _MOST_CLASSES) -> NDArray[Any]:
-    labels, begin = _map(path)
+    labels = _map(path)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(
             f"{path}: expected a 1-D array of integers, found one of shape "
             f"{labels.shape} and type {labels.dtype}"
         )
-    check_labels(path, labels, classes, begin, labels.itemsize)
+    check_labels(path, labels, classes, labels.offset, labels.itemsize)
     return labels
 
 
-def _map(path: Path) -> tuple[NDArray[Any], int]:
-    """Map a `.npy` file; return the array and the offset of its first element."""
+def _map(path: Path) -> "np.memmap[Any, Any]":
+    """Map a `.npy` file."""
+    wanted = "numbers in the .npy format"
     with readable(path):
         check_file(path)  # reading a FIFO may never end
-        with path.open("rb") as file:
-            shape, fortran, dtype = _read_header(path, file)
-            begin = file.tell()
-            size = file.seek(0, 2)
-    empty = not shape or min(shape) < 1 or dtype.itemsize < 1
-    if dtype.hasobject or empty:
-        raise data_error(
-            path, 0, "numbers", f"an array of shape {shape} and type {dtype}"
-        )
-    expected = begin + dtype.itemsize * math.prod(shape)
-    check_length(path, size, expected, f"{dtype} of shape {shape}")
-    order: Any = "F" if fortran else "C"
-    try:
-        return np.memmap(path, dtype, "r", begin, shape, order), begin
-    except (OSError, ValueError) as e:
-        raise data_error(path, 0, "an array that can be mapped", str(e)) from e
-
-
-def _read_header(
-    path: Path, file: Any
-) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
-    readers: dict[tuple[int, int], Any] = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
-    try:
-        version = np.lib.format.read_magic(file)
-        return readers[version](file)  # type: ignore[no-any-return]
-    except OSError:
-        raise
-    except KeyError as e:
-        raise data_error(path, 6, "version 1.0 or 2.0 of .npy", str(e)) from e
-    except Exception as e:  # parsers of the Python literal in it raise anything
-        found = shown(str(e))
-        raise data_error(path, file.tell(), "the header of a .npy file", found) from e
+        try:
+            array = np.lib.format.open_memmap(path, "r")
+        except OSError:
+            raise
+        except Exception as e:  # parsers of the Python literal in it raise anything
+            raise data_error(path, 0, wanted, shown(str(e))) from e
+        size = path.stat().st_size
+    what = f"{array.dtype} of shape {array.shape}"
+    if not array.nbytes or array.ndim == 0:
+        raise data_error(path, 0, wanted, what)
+    check_length(path, size, array.offset + array.nbytes, what)
+    return array
 
 
 def _class_names(path: Path) -> tuple[str, ...] | None:

@@ -5,6 +5,7 @@ found.
 """
 
 import contextlib
+import gzip
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mucudnn.errors import DataError
-from mucudnn.files import read_whole
+from mucudnn.files import check_file, read_whole
 
-_GZIP_MAGIC = b"\x1f\x8b"
-_GZIP_WINDOW = 16 + zlib.MAX_WBITS
 _CHUNK = 1 << 16
 _HEAD = 256
 """Bytes of a file's beginning that are passed to `Size` functions."""
@@ -62,70 +61,26 @@ def readable(path: Path) -> Iterator[None]:
 def read_file(path: Path, most: Size = None) -> bytes:
     """Return the contents of a file, unpacked if its name ends in `.gz`.
 
-    A packed file may expand a thousand times, so unpacking stops one byte beyond
-    `most`, the maximum size of the contents.
+    A packed file may expand a thousand times, so unpacking stops soon beyond `most`,
+    the maximum size of the contents.
     """
-    packed = path.suffix == ".gz"
-    known = None if packed or not isinstance(most, int) else most
     with readable(path):
-        raw = read_whole(path, most=known)
-    if not packed:
-        return raw
-    contents = _gunzip(path, raw, most)
+        if path.suffix != ".gz":
+            return read_whole(path, most=most if isinstance(most, int) else None)
+        check_file(path)
+        contents = bytearray()
+        try:
+            with gzip.open(path) as file:
+                while part := file.read(_CHUNK):
+                    contents += part
+                    size = most(bytes(contents[:_HEAD])) if callable(most) else most
+                    if size is not None and len(contents) > size:
+                        break
+        except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+            raise data_error(path, 0, "an undamaged gzip file", str(e)) from e
     if isinstance(most, int) and len(contents) > most:
         raise DataError(f"{path}: it has more than the {most:,} bytes expected")
-    return contents
-
-
-def _gunzip(path: Path, raw: bytes, most: Size) -> bytes:
-    """Unpack all members of a gzip file.
-
-    `zlib` instead of `gzip`, which does not report where a stream is damaged; offsets
-    are those of the packed bytes.
-    """
-    contents = bytearray()
-    begin = 0
-    while begin < len(raw) or not begin:
-        if raw[begin : begin + 2] != _GZIP_MAGIC:
-            if begin and not raw[begin:].strip(b"\0"):
-                break  # tapes and block devices pad with zeros
-            found = raw[begin : begin + 2].hex(" ") or "the end of the file"
-            raise data_error(path, begin, "a gzip stream (1f 8b)", found)
-        begin = _gunzip_member(path, raw, begin, contents, most)
-        if _enough(contents, most):
-            break
     return bytes(contents)
-
-
-def _gunzip_member(
-    path: Path, raw: bytes, begin: int, contents: bytearray, most: Size
-) -> int:
-    """Append one member's contents; return the offset of the next member."""
-    unpack = zlib.decompressobj(_GZIP_WINDOW)
-    for at in range(begin, len(raw), _CHUNK):
-        packed, part = raw[at : at + _CHUNK], b""
-        # Output is limited as well: few packed bytes may contain very many.
-        while not unpack.eof and (packed or len(part) == _CHUNK):
-            try:
-                part = unpack.decompress(packed, _CHUNK)
-            except zlib.error as e:
-                found = f"{e} (within {_CHUNK} bytes)"
-                raise data_error(path, at, "an undamaged gzip stream", found) from e
-            contents += part
-            if _enough(contents, most):
-                return len(raw)
-            packed = unpack.unconsumed_tail
-        # Another member may follow in the rest of this chunk.
-        if unpack.eof:
-            return min(at + _CHUNK, len(raw)) - len(unpack.unused_data)
-    raise data_error(path, len(raw), "more of a gzip stream", "the end of the file")
-
-
-def _enough(contents: bytearray, most: Size) -> bool:
-    """Return whether there are more bytes than allowed."""
-    if callable(most):
-        most = most(bytes(contents[:_HEAD]))
-    return most is not None and len(contents) > most
 
 
 def check_length(path: Path, found: int, expected: int, what: str) -> None:

@@ -1,5 +1,6 @@
 """Data sets by name: what `--data` accepts."""
 
+import io
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -52,32 +53,25 @@ def open_digits(split: Split, path: Path | None = None) -> Dataset:
     """
     checked_split(split)
     path = _installed() if path is None else check_path("path", path)
-    rows = list[list[int]]()
-    offset = 0
-    for line in read_file(path, _MOST).splitlines(keepends=True):
-        rows.append(_parse_row(path, offset, line))
-        offset += len(line)
-    if not rows:
-        raise data_error(path, 0, "rows of digits", "an empty file")
-    table = np.array(rows)
+    raw = read_file(path, _MOST)
+    most = np.array([_WHITE] * _SIDE**2 + [_CLASSES - 1])
+    wanted = (
+        f"rows of {_SIDE**2} pixels from 0 to {_WHITE} and a label below {_CLASSES}"
+    )
+    if not raw.strip():
+        raise data_error(path, 0, wanted, "an empty file")
+    try:
+        table = np.loadtxt(io.BytesIO(raw), np.int64, delimiter=",", ndmin=2)
+    except ValueError as e:
+        raise data_error(path, 0, wanted, str(e)) from e
+    if table.shape[1:] != most.shape or ((table < 0) | (table > most)).any():
+        found = (
+            f"{table.shape[1]} numbers in a row, from {table.min()} to {table.max()}"
+        )
+        raise data_error(path, 0, wanted, found)
     pixels = np.rint(table[:, :-1] * (255 / _WHITE)).astype(np.uint8)
     whole = ArrayDataset(pixels.reshape(-1, 1, _SIDE, _SIDE), table[:, -1], _CLASSES)
     return Subset(whole, split_indices(table[:, -1], split, str(path)))
-
-
-def _parse_row(path: Path, offset: int, line: bytes) -> list[int]:
-    expected = f"{_SIDE**2} pixels from 0 to {_WHITE} and a label below {_CLASSES}"
-    try:
-        row = [int(field) for field in line.split(b",")]
-    except ValueError as e:
-        raise data_error(path, offset, expected, str(e)) from e
-    pixels = row[:-1]
-    if len(pixels) != _SIDE**2 or min(row) < 0 or max(pixels) > _WHITE:
-        found = f"{len(row)} numbers from {min(row)} to {max(row)}"
-        raise data_error(path, offset, expected, found)
-    if row[-1] >= _CLASSES:
-        raise data_error(path, offset, expected, f"label {row[-1]}")
-    return row
 
 
 def _installed() -> Path:

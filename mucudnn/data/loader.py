@@ -10,10 +10,10 @@ import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
-from queue import SimpleQueue
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -115,16 +115,6 @@ class Loader:
         return Batch(images, labels)
 
 
-# Run jobs ahead of time on threads, and return the results in order.
-#
-# The consumer passes jobs with futures to worker threads, and waits for the futures in
-# order. Each result taken lets another job be passed, so that a limited number of jobs
-# is ahead. The consumer is a generator: however it ends (exhaustion, `break`, an
-# exception, Ctrl-C, garbage collection), its `finally` ends and joins the workers.
-# Workers do not reference the generator, so that it can be collected while they run. A
-# forked process has no workers: there the generator runs the remaining jobs itself.
-
-
 T = TypeVar("T")
 
 
@@ -135,69 +125,44 @@ def ordered_map(
 
     Up to `depth` results, but at least one per worker, are made ahead. Without workers,
     each is made on demand on the caller's thread. An exception of `make` is raised in
-    place of its result, with its own traceback.
+    place of its result, with its own traceback; no later job is begun. However the
+    generator ends, its threads end with it. Workers do not reference the generator, so
+    that it can be collected while they run.
     """
     if workers == 0:
         yield from map(make, jobs)
         return
-    process, ahead = os.getpid(), max(depth, workers)
-    passed = SimpleQueue[tuple[int, Future[T]] | None]()
-    awaited = deque[Future[T]]()
-    over = list[bool]()  # no Event: garbage may be collected while its lock is held
-    threads = list[threading.Thread]()
+    process, ahead, last = os.getpid(), max(depth, workers), len(jobs)
+    threads = set[int]()
+    pool = ThreadPoolExecutor(
+        workers, "mucudnn-data", lambda: threads.add(threading.get_ident())
+    )
 
-    def pass_on(more: Iterable[int]) -> None:
-        for job in more:
-            awaited.append(Future())
-            passed.put((job, awaited[-1]))
+    def run(position: int) -> T:
+        nonlocal last
+        if position > last:
+            raise CancelledError
+        try:
+            return make(jobs[position])
+        except BaseException:
+            last = min(last, position)
+            raise
 
-    def take(position: int) -> T:
-        result = awaited.popleft().result()
-        if not over:
-            pass_on(jobs[position + ahead : position + ahead + 1])
-        return result
-
-    pass_on(jobs[:ahead])
+    passed = iter(range(len(jobs)))
+    awaited = deque(pool.submit(run, i) for i in islice(passed, ahead))
     try:
-        for number in range(workers):
-            # Daemon threads, as an open generator must not keep a script from ending.
-            thread = threading.Thread(
-                target=_work,
-                args=(make, passed, over),
-                name=f"mucudnn-data-{number}",
-                daemon=True,
-            )
-            thread.start()
-            threads.append(thread)
-        for position, job in enumerate(jobs):
+        for job in jobs:
+            if os.getpid() != process:  # a forked process has no workers
+                yield make(job)
+                continue
+            awaited.extend(pool.submit(run, i) for i in islice(passed, 1))
             # Not assigned to a name, which would keep a batch that the caller drops.
-            yield take(position) if os.getpid() == process else make(job)
+            yield awaited.popleft().result()
     finally:
         if os.getpid() == process:
-            over.append(True)
-            for _ in threads:
-                passed.put(None)
             # The garbage collector may run this on a worker, which cannot join itself.
-            if threading.current_thread() not in threads:
-                for thread in threads:
-                    thread.join()
-
-
-def _work(
-    make: Callable[[int], T],
-    passed: SimpleQueue[tuple[int, Future[T]] | None],
-    over: list[bool],
-) -> None:
-    """Run jobs until there is None; after a failed one, no more are begun."""
-    # Asked before a job is taken: the consumer waits for every job that is taken.
-    while not over and (item := passed.get()) is not None:
-        job, result = item
-        try:
-            result.set_result(make(job))
-        except BaseException as e:  # the consumer raises it
-            over.append(True)
-            result.set_exception(e)
-        del item, result  # or they would live until the next job is done
+            wait = threading.get_ident() not in threads
+            pool.shutdown(wait, cancel_futures=True)
 
 
 class PartOfBatches:
