@@ -1,10 +1,10 @@
 """Read and write files atomically, and regular files only.
 
-A written file replaces the old one only when it is complete: if a full disk or a kill
-ends the writing, the old file is unchanged and no draft is left. The replacement acts
-like writing in place: links are followed, owner and permissions are preserved, and
-directories, devices, FIFOs and sockets are refused. Another hard link to the old file
-keeps the old contents.
+A written file replaces the old one only when it is complete: whatever ends the writing,
+the old file is unchanged; only a kill leaves a draft, `.NAME.….partial`. The
+replacement acts like writing in place: links are followed, owner and permissions are
+preserved, and directories, devices, FIFOs and sockets are refused. Another hard link to
+the old file keeps the old contents.
 
 Paths of open descriptors (`/dev/stdout`, `/dev/fd/3`) are streams: they are written
 directly.
@@ -16,7 +16,6 @@ import io
 import os
 import re
 import secrets
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -57,19 +56,17 @@ def write_whole(path: Path | str, contents: bytes | Filler) -> None:
             stream.write(whole.getbuffer())
         return
     target, found = _resolve_target(path)
-    draft: Path | None = None
+    number, draft = _open_draft(target)
     try:
-        with _open_draft(target) as (file, draft):
+        with os.fdopen(number, "w+b") as file:
             fill(file)
             file.flush()
             _copy_ownership(file.fileno(), found)
             os.fsync(file.fileno())
-            draft = draft or _link_draft(file, target)
         draft.replace(target)
     except BaseException:
-        if draft is not None:
-            with contextlib.suppress(OSError):
-                draft.unlink()
+        with contextlib.suppress(OSError):
+            draft.unlink()
         raise
 
 
@@ -81,10 +78,9 @@ def check_writable(path: Path | str) -> None:
         return
     target, _ = _resolve_target(path)
     # Only the file system knows whether a file can be created: try it.
-    with _open_draft(target) as (_, name):
-        pass
-    if name is not None:
-        name.unlink()
+    number, draft = _open_draft(target)
+    os.close(number)
+    draft.unlink()
 
 
 def read_whole(
@@ -159,64 +155,12 @@ def _check_name(path: Path | str) -> Iterator[None]:
         raise OSError(errno.EINVAL, f"no file can be called {path!r}: {e}") from e
 
 
-@contextlib.contextmanager
-def _open_draft(target: Path) -> Iterator[tuple[BinaryIO, Path | None]]:
-    """Open a new file in the target's folder; return its name if it has one.
-
-    With `O_TMPFILE` it has none until it is complete, so a kill leaves no file.
-    """
-    name: Path | None = None
-    if sys.platform == "linux":
-        try:
-            number = os.open(target.parent, os.O_TMPFILE | os.O_RDWR, _NEW)
-        except OSError:  # not every file system supports O_TMPFILE
-            number, name = _open_named(target)
-    else:
-        number, name = _open_named(target)
-    with os.fdopen(number, "w+b") as file:
-        yield file, name
-
-
-def _open_named(target: Path) -> tuple[int, Path]:
-    name = _draft_name(target)
+def _open_draft(target: Path) -> tuple[int, Path]:
+    """Open a new file in the target's folder; return its descriptor and its name."""
+    name = f".{target.name[:_LONGEST]}.{secrets.token_hex(6)}.partial"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    return os.open(name, flags, _NEW), name
-
-
-def _draft_name(target: Path) -> Path:
-    word = target.name[:_LONGEST]
-    return target.with_name(f".{word}.{secrets.token_hex(6)}.partial")
-
-
-def _link_draft(file: BinaryIO, target: Path) -> Path:
-    """Give an unnamed file the name of a draft."""
-    name = _draft_name(target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        # the folder's descriptor makes this linkat, which alone can follow /proc
-        source = f"/proc/self/fd/{file.fileno()}"
-        os.link(source, name.name, dst_dir_fd=folder, follow_symlinks=True)
-    except OSError:
-        return _copy_draft(file, target)
-    finally:
-        os.close(folder)
-    return name
-
-
-def _copy_draft(file: BinaryIO, target: Path) -> Path:
-    number, name = _open_named(target)
-    try:
-        with os.fdopen(number, "w+b") as copy:
-            file.seek(0)
-            shutil.copyfileobj(file, copy)
-            copy.flush()
-            _copy_ownership(copy.fileno(), os.fstat(file.fileno()))
-            os.fsync(copy.fileno())
-    except BaseException:
-        with contextlib.suppress(OSError):
-            name.unlink()
-        raise
-    return name
+    draft = target.with_name(name)
+    return os.open(draft, flags, _NEW), draft
 
 
 def _copy_ownership(number: int, old: os.stat_result | None) -> None:

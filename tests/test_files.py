@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mucudnn import files
 from mucudnn.files import check_writable, descriptor_of, read_whole, write_whole
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.training.checkpoints import Checkpoint, Checkpoints
@@ -20,14 +19,6 @@ PROBLEM = "n=8,c=3,h=9,w=9,k=4,r=3,s=3"
 ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX files")
-
-
-@pytest.fixture(params=["unnamed", "named"])
-def draft(request, monkeypatch):
-    """Both ways to write: some file systems have no files without a name."""
-    if request.param == "named":
-        monkeypatch.setattr(files.sys, "platform", "other")
-    return request.param
 
 
 def directory(path):
@@ -83,7 +74,7 @@ def test_a_device_is_refused(tmp_path, monkeypatch, kind):
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_links_are_written_through(tmp_path, draft):
+def test_links_are_written_through(tmp_path):
     (tmp_path / "far").mkdir()
     target = tmp_path / "far" / "target"
     one, two = tmp_path / "one", tmp_path / "two"
@@ -98,7 +89,7 @@ def test_links_are_written_through(tmp_path, draft):
     assert [*(tmp_path / "far").iterdir()] == [target]
 
 
-def test_permissions_stay(tmp_path, draft):
+def test_permissions_stay(tmp_path):
     path = tmp_path / "file"
     usual = os.umask(0o027)
     try:
@@ -138,13 +129,13 @@ def test_names_that_cannot_be_written(tmp_path, name, message):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_long_names_can(tmp_path, draft):
+def test_long_names_can(tmp_path):
     path = tmp_path / ("\u00e9" * 127)
     write_whole(path, b"new")
     assert path.read_bytes() == b"new"
 
 
-def test_checking_changes_nothing(tmp_path, draft):
+def test_checking_changes_nothing(tmp_path):
     old = tmp_path / "old"
     old.write_bytes(b"old")
     check_writable(old)
@@ -153,7 +144,7 @@ def test_checking_changes_nothing(tmp_path, draft):
     assert old.read_bytes() == b"old"
 
 
-def test_an_error_while_writing_leaves_the_old(tmp_path, draft):
+def test_an_error_while_writing_leaves_the_old(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
 
@@ -165,16 +156,6 @@ def test_an_error_while_writing_leaves_the_old(tmp_path, draft):
         write_whole(path, fill)
     assert path.read_bytes() == b"old"
     assert [*tmp_path.iterdir()] == [path]
-
-
-def test_where_links_to_descriptors_fail(tmp_path, monkeypatch):
-    def refused(*_, **__):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "link", refused)
-    write_whole(tmp_path / "file", b"new")
-    assert (tmp_path / "file").read_bytes() == b"new"
-    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
 
 
 CHILD = """
@@ -206,7 +187,7 @@ except OSError as e:
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_a_kill_leaves_the_old_and_no_litter(tmp_path):
+def test_a_kill_leaves_the_old(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     code = """
@@ -218,9 +199,8 @@ write_whole(path, fill)
 """
     child(code, path, status=-signal.SIGKILL)
     assert path.read_bytes() == b"old"
-    with contextlib.suppress(OSError):  # where files need no name
-        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))
-        assert [*tmp_path.iterdir()] == [path]
+    (draft,) = {*tmp_path.iterdir()} - {path}
+    assert draft.match(".file.*.partial")
 
 
 def test_a_write_protected_file_stays(tmp_path):
