@@ -1,19 +1,15 @@
 """Backends that misbehave on purpose, around a real one."""
 
 import gc
-import math
-import threading
 from contextlib import contextmanager
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.virtual import VirtualArray
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, Direction
-from mucudnn.ir.numerics import NATIVE, TF32, Numerics, Traits
-from mucudnn.processes import PerProcess
-from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.measuring import Measuring
+from mucudnn.ir.numerics import NATIVE, TF32, Traits
 from mucudnn.runtime.tuning.timing import StoppingRule
+from mucudnn.runtime.tuning.tuner import Tuner
 
 QUICK = StoppingRule(min_samples=1, max_samples=1)
 
@@ -92,23 +88,11 @@ def tight(name, most):
     return Backend(real.name, Tight(real.device, most), real.conv)
 
 
-def measuring(backend, cache, **options):
-    """What fills a tuner's tables, for a clock and workers of the test's own."""
-    defaults = {
-        "backends": [backend],
-        "cache": lambda: cache,
-        "rule": QUICK,
-        "numerics": Numerics(),
-        "batch_policy": "powers_of_two",
-        "memory_limit": math.inf,
-        "time_limit_s": math.inf,
-        "prune": True,
-        "progress": None,
-        "isolation": Isolation(),
-        "workers": None,
-        "lock": PerProcess(threading.RLock),
-    }
-    return Measuring(backend=backend, **{**defaults, **options})
+def measuring(backend, cache, *, clock=None, workers=None, **options):
+    """A tuner with a clock and workers of the test's own."""
+    tuner = Tuner(backend=backend, cache=cache, **{"rule": QUICK, **options})
+    tuner._clock, tuner._workers = clock or tuner._clock, workers
+    return tuner
 
 
 def problem(batch=8, direction=Direction.FORWARD, **options):

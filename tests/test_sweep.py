@@ -181,7 +181,7 @@ def test_a_cold_run_is_used_but_not_remembered():
     cache = BenchmarkCache()
     backend = watched(before=run)
     one = measuring(backend, cache, time_limit_s=0.1, clock=lambda: now[0])
-    (table,) = one.tables([problem()])
+    (table,) = one.measure_all([problem()])
     assert [perf.samples for perf in table.usable] == [0]
     assert cache.rows() == ()
 

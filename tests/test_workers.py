@@ -207,7 +207,7 @@ def test_a_late_worker_is_not_waited_for():
         clock=lambda: now[0],
         workers=Workers(executor, wait=no_time),
     )
-    (table,) = one.tables([problem(2)])
+    (table,) = one.measure_all([problem(2)])
     assert {perf.status for perf in table.perfs} == {RowStatus.LIMITED}
     assert executor.last.cancelled()
 
@@ -261,7 +261,7 @@ def test_the_time_is_divided_by_the_workers(many):
     workers = Workers(executor, wait=executor.wait)
     one = measuring(get_backend("null"), cache, workers=workers)
     problems = [layer.problem for layer in load_suite("deepbench_train")]
-    tables = one.tables(problems)
+    tables = one.measure_all(problems)
     rows = {(t.problem.with_batch(p.batch), p.algo): p for t in tables for p in t.perfs}
     alone_ms = sum(cost_ms(problem, row) for (problem, _), row in rows.items())
     assert executor.work_ms == pytest.approx(alone_ms)

@@ -1,28 +1,34 @@
 """The tuner of convolutions: problem -> measurements -> plan -> bound plan.
 
-`measuring` fills tables, a planner divides mini-batches by them, `validation` measures
-divisions and `bound_plan` runs them.
+A `TableFiller` decides what to measure, here or on the workers of an executor. A
+planner divides mini-batches by the tables, `validation` measures divisions and
+`bound_plan` runs them.
 """
 
 import math
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Executor
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NoReturn, Self
 
 from mucudnn.arguments import check_integer
 from mucudnn.backends import Backend, get_backend
+from mucudnn.backends.recorded import recording_of
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
 from mucudnn.ir.measurement import ANY_LIMIT, LimitRange, Verdict
-from mucudnn.ir.numerics import Numerics
+from mucudnn.ir.numerics import Numerics, RowStatus
 from mucudnn.ir.sizes import format_bytes, parse_bytes
 from mucudnn.passes.convolution.explain import Trial, explain
+from mucudnn.passes.convolution.pareto import check_divisible
 from mucudnn.passes.microbatch import (
     PLANNERS,
     BatchPolicy,
     Planner,
+    aligned_batches,
+    candidate_batches,
     divided_by,
     pareto_plans,
 )
@@ -32,15 +38,20 @@ from mucudnn.runtime.environment import USERS, CacheChoice, open_cache, tuner_op
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.tuning.bound_plan import Arena, BoundPlan, restore_plans
 from mucudnn.runtime.tuning.isolation import Isolation
-from mucudnn.runtime.tuning.measuring import Measuring
-from mucudnn.runtime.tuning.tables import Measured
+from mucudnn.runtime.tuning.kernel_timer import (
+    KernelTimer,
+    MeasureLimits,
+    check_room,
+    measure_size,
+)
+from mucudnn.runtime.tuning.tables import Measured, Pruning, Sizes, TableFiller
 from mucudnn.runtime.tuning.timing import StoppingRule, Timing
 from mucudnn.runtime.tuning.validation import (
     ValidatedPlan,
     Validator,
     fastest_undivided,
 )
-from mucudnn.runtime.tuning.workers import Workers
+from mucudnn.runtime.tuning.workers import Round, Workers, refuse_other_model
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 """µ-cuDNN's default, in bytes."""
@@ -144,21 +155,16 @@ class Tuner:
         self._cache: BenchmarkCache | None = open_cache(cache, self.backend)
         self._isolation = Isolation(isolate)
         self._lock = PerProcess(threading.RLock)
-        self._measuring = Measuring(
-            backend=self.backend,
-            backends=self.benchmark_backends,
-            cache=lambda: self.cache,
-            rule=self.rule,
-            numerics=self.numerics,
-            batch_policy=batch_policy,
-            memory_limit=memory,
-            time_limit_s=math.inf if time_limit_s is None else time_limit_s,
-            prune=prune,
-            progress=progress,
-            isolation=self._isolation,
-            workers=None if executor is None else Workers(executor, isolate),
-            lock=self._lock,
-        )
+        candidate_batches(1, batch_policy)
+        for other in self.benchmark_backends:
+            mine = self.backend.device.fingerprint
+            refuse_other_model(mine, other.device.fingerprint)
+        self._workers = None if executor is None else Workers(executor, isolate)
+        self._time_limit_s = math.inf if time_limit_s is None else time_limit_s
+        self._prune, self._progress = prune, progress
+        # For the deadline only; children have their own.
+        self._clock: Callable[[], float] = lambda: time.monotonic()
+        self._tables: dict[ConvProblem, tuple[LimitRange, PerfTable]] = {}
         # How plans are proved and run.
         # The cache is passed as a function: `close` drops it, and a later use reopens
         # it.
@@ -241,7 +247,7 @@ class Tuner:
     def forget(self) -> None:
         """Drop tables in memory, to read them from the (shared) cache again."""
         with self._lock.value:
-            self._measuring.forget()
+            self._tables.clear()
 
     def measure(
         self,
@@ -267,12 +273,7 @@ class Tuner:
             PlanningError: There are too many samples to be divided.
             OutOfMemoryError: There is no room for the smallest micro-batch.
         """
-        (table,) = self._measuring.tables(
-            [problem],
-            time_limit_s=time_limit_s,
-            memory_limit=memory_limit,
-            limits=limits,
-        )
+        (table,) = self._measured([problem], limits, time_limit_s, memory_limit)
         return table
 
     def measure_all(
@@ -286,9 +287,7 @@ class Tuner:
 
         `time_limit_s` applies to all of them together; see `measure`.
         """
-        return self._measuring.tables(
-            problems, time_limit_s=time_limit_s, limits=limits
-        )
+        return self._measured(problems, limits, time_limit_s)
 
     def plan(self, problems: Sequence[ConvProblem]) -> tuple[ConvPlan, ...]:
         """Plan problems, each at least as fast as undivided under its limit.
@@ -395,3 +394,126 @@ class Tuner:
     def _smaller(self, plan: ConvPlan) -> Sequence[ConvPlan]:
         table = self.measure(plan.problem, limits=self._limits)
         return pareto_plans(table, plan.workspace)
+
+    def _measured(
+        self,
+        problems: Sequence[ConvProblem],
+        limits: LimitRange,
+        time_limit_s: float | None,
+        memory_limit: float = math.inf,
+    ) -> tuple[PerfTable, ...]:
+        """Return tables, the kept ones that cover the limits and new ones."""
+        found = self._known(problems, limits)
+        if any(problem not in found for problem in problems):
+            # Two kernels that are timed at once would disturb each other.
+            with self._lock.value:
+                found = self._known(problems, limits)  # another thread may be done
+                missing = [p for p in dict.fromkeys(problems) if p not in found]
+                self._check(missing)
+                begun = self._clock()
+                # One device measures problem by problem; workers need all of them to be
+                # busy.
+                groups = [[p] for p in missing] if self._workers is None else [missing]
+                for group in filter(None, groups):
+                    if time_limit_s is None:
+                        deadline = self._clock() + self._time_limit_s * len(group)
+                    else:
+                        deadline = begun + time_limit_s
+                    measure_limits = MeasureLimits(
+                        rule=self.rule,
+                        memory_limit=min(self.memory_limit, memory_limit),
+                        deadline=deadline,
+                        clock=self._clock,
+                    )
+                    found |= self._fill(group, measure_limits, limits)
+        return tuple(found[problem] for problem in problems)
+
+    def _known(
+        self, problems: Sequence[ConvProblem], limits: LimitRange
+    ) -> dict[ConvProblem, PerfTable]:
+        """Return the kept tables that cover these limits."""
+        known = ((p, self._tables[p]) for p in problems if p in self._tables)
+        return {p: table for p, (served, table) in known if served.covers(limits)}
+
+    def _check(self, problems: Sequence[ConvProblem]) -> None:
+        """Raise an error for problems that cannot be measured at all."""
+        for problem in problems if self.batch_policy != "undivided" else ():
+            every = self.batch_policy == "all"
+            sizes = problem.batch if every else problem.batch.bit_length()
+            check_divisible(problem.batch, sizes)
+        for problem in problems if self._workers is None else ():
+            least = min(candidate_batches(problem.batch, self.batch_policy))
+            micro = problem.with_batch(least)
+            check_room(self.backend.device, f"the least of {micro}", micro.operands())
+
+    def _fill(
+        self,
+        problems: Sequence[ConvProblem],
+        limits: MeasureLimits,
+        workspace: LimitRange,
+    ) -> dict[ConvProblem, PerfTable]:
+        """Measure problems and keep complete tables; failures are rows."""
+
+        def filler_of(problem: ConvProblem) -> TableFiller:
+            backend, pruning = self.benchmark_backends[0], Pruning.NONE
+            sizes = candidate_batches(problem.batch, self.batch_policy)
+            # Reading a recording takes no time, and plans were made with all its rows.
+            if self._prune and recording_of(self.backend) is None:
+                every = self.batch_policy == "all"
+                pruning = Pruning.SIZES if every else Pruning.ALGORITHMS
+            return TableFiller(
+                backend,
+                problem,
+                limits,
+                aligned_batches(problem, sizes, backend.split_alignment),
+                self.cache,
+                self.numerics,
+                progress=self._progress,
+                pruning=pruning,
+                workspace=workspace,
+            )
+
+        done: dict[ConvProblem, PerfTable] = {}
+
+        def rounds(same: Sequence[ConvProblem]) -> Iterator[Round]:
+            for problem in same:
+                filler = filler_of(problem)
+                for sizes in filler.rounds(probe=True):
+                    yield filler, sizes
+                done[problem] = filler.table()
+
+        if self._workers is None:
+            for problem in problems:
+                done[problem] = self._fill_here(filler_of(problem))
+        else:
+            # Problems that differ only in N share rows: measure them in sequence, the
+            # largest N first.
+            layers: dict[ConvProblem, list[ConvProblem]] = {}
+            for problem in sorted(problems, key=lambda p: -p.batch):
+                layers.setdefault(problem.with_batch(1), []).append(problem)
+            self._workers.fill([rounds(same) for same in layers.values()])
+        for problem, table in done.items():
+            if not any(perf.status is RowStatus.LIMITED for perf in table.perfs):
+                self._tables[problem] = workspace, table
+        return done
+
+    def _fill_here(self, filler: TableFiller) -> PerfTable:
+        """Measure a table on the local devices, each with a share of the sizes."""
+        timers = list(map(self._isolation.timer, self.benchmark_backends))
+
+        def measure_share(timer: KernelTimer, sizes: Sizes) -> None:
+            for batch, algos in sizes:
+                measure_size(timer, filler.request(batch, algos), filler.keep)
+
+        try:
+            for sizes in filler.rounds(probe=False):
+                if len(timers) == 1:
+                    measure_share(timers[0], sizes)
+                    continue
+                shares = [sizes[i :: len(timers)] for i in range(len(timers))]
+                with ThreadPoolExecutor(len(timers)) as pool:
+                    list(pool.map(measure_share, timers, shares))
+        finally:  # the next problem may need the memory
+            for timer in timers:
+                timer.release()
+        return filler.table()
