@@ -252,9 +252,9 @@ def train_step(
             budgets, and planned kernel by kernel. Results are those of `torch.compile`,
             bit for bit, unless there is a tuner. Where a step cannot be compiled, a
             warning says why, and it runs operation by operation.
-        tiers: Offload targets on the CPU: `host`, `disk:FOLDER`, `peer:1` (memory of
-            another process); append `=SIZE` to limit one. Several are filled fastest
-            first. Host memory by default.
+        tiers: Offload targets on the CPU: `host`, `disk:FOLDER`, `peer:1` (shared
+            memory); append `=SIZE` to limit one. Several are filled fastest first. Host
+            memory by default.
         verify: Compare the first step and every `verify`-th step with the same step in
             eager mode, which runs first, on the same objects, and is undone. Loss,
             extra results, parameters, buffers, the states of optimizer and scaler, and

@@ -1,21 +1,17 @@
-"""Memory and time on the CPU, and memory of another process as a peer."""
+"""Memory and time on the CPU, and shared memory as a peer."""
 
-import json
 import math
 import mmap
 import os
 import platform
 import queue
 import shutil
-import signal
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +332,7 @@ class CpuDevice:
         return CpuCopier()
 
     def peer(self, index: int, nbytes: int) -> "SharedSegment":
-        """Return shared memory of another process, which represents another device."""
+        """Return shared memory, which represents another device."""
         return SharedSegment(index, nbytes)
 
 
@@ -386,25 +382,14 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-# Shared memory owned by another process, which represents a second device on the CPU.
-#
-# A child process creates a segment of shared memory, reserves all of it, and holds it
-# until its parent closes the pipe or ends; then it removes the segment. If the owner is
-# killed, Python's resource tracker removes the segment: nothing is left behind. The
-# data counts as lost then, as it would be with a device, and the next copy reports it.
-
-
 _SEGMENTS = Path("/dev/shm")
-_END_S = 10.0
-
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from mucudnn.backends.cpu.device import own; own(int(sys.argv[2]))"
-)
 
 
 class SharedSegment:
-    """Shared memory of another process, as device `index` > 0; see `Device.peer`."""
+    """Shared memory that represents device `index` > 0; see `Device.peer`.
+
+    It is reserved at once, and has no name: nothing is left if the process is killed.
+    """
 
     def __init__(self, index: int, nbytes: int) -> None:
         if index == 0:
@@ -418,95 +403,26 @@ class SharedSegment:
             )
         self.name = f"peer:{index}"
         self.nbytes = nbytes
-        if nbytes > (free := shutil.disk_usage(_SEGMENTS).free):
-            raise self._full(f"{format_bytes(free, nbytes)} are free", free)
-        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-        command = [sys.executable, "-P", "-c", _START, path, str(nbytes)]
-        pipe = subprocess.PIPE
-        self._owner = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe)
-        # The other process ends with this object, and also if the mapping fails.
-        self._end = weakref.finalize(self, _end, self._owner)
         try:
-            self._bytes: Any = np.frombuffer(self._mapped(), np.uint8)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def owner(self) -> int:
-        """Process id of the owner."""
-        return self._owner.pid
+            with tempfile.TemporaryFile(dir=_SEGMENTS) as file:
+                os.posix_fallocate(file.fileno(), 0, max(1, nbytes))
+                mapping = mmap.mmap(file.fileno(), max(1, nbytes))
+        except (OSError, OverflowError) as e:
+            free = shutil.disk_usage(_SEGMENTS).free
+            raise OutOfMemoryError(
+                f"no room for {format_bytes(nbytes, free)} of {self.name} in shared "
+                f"memory: {format_bytes(free, nbytes)} are free"
+            ) from e
+        self._bytes: Any = np.frombuffer(mapping, np.uint8)
 
     def view(self, offset: int, nbytes: int) -> Any:
         """Return a slice of the mapping."""
         return self._bytes[offset : offset + nbytes]
 
     def copier(self, device: Device) -> Copier:
-        """Return two copy threads, which fail once the owner has ended."""
-        return CpuCopier(self._copy)
+        """Return two copy threads."""
+        return CpuCopier()
 
     def close(self) -> None:
-        """End the owner, and with it the segment; views stay readable."""
-        self._end()
+        """Drop the mapping; views stay readable."""
         self._bytes = None
-
-    def _copy(self, source: Any, target: Any) -> None:
-        status = self._owner.poll()
-        if status is not None:
-            raise BackendError(
-                f"process {self.owner}, which owned the memory of {self.name}, ended "
-                f"with exit status {status}; its contents are lost"
-            )
-        copy_bytes(source, target)
-
-    def _mapped(self) -> mmap.mmap:
-        stream = self._owner.stdout
-        answer = json.loads((stream and stream.readline()) or "{}")
-        if (reason := answer.get("full")) is not None:
-            raise self._full(reason)
-        if "segment" not in answer:
-            raise BackendUnavailableError(
-                f"the process that should own the memory of {self.name} ended with "
-                f"exit status {self._owner.wait(_END_S)}"
-            )
-        self.segment = _SEGMENTS / answer["segment"]
-        with self.segment.open("r+b") as file:
-            return mmap.mmap(file.fileno(), max(1, self.nbytes))
-
-    def _full(self, reason: str, *free: int) -> OutOfMemoryError:
-        needed = format_bytes(self.nbytes, *free)
-        return OutOfMemoryError(
-            f"no room for {needed} of {self.name} in shared memory: {reason}"
-        )
-
-
-def _end(owner: "subprocess.Popen[bytes]") -> None:
-    for stream in (owner.stdin, owner.stdout):
-        if stream is not None:
-            stream.close()
-    try:
-        owner.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        owner.kill()
-        owner.wait(_END_S)
-
-
-def own(nbytes: int) -> None:
-    """Create a segment, print its name, and hold the segment until stdin ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process
-        signal.signal(number, signal.SIG_IGN)
-    segment = SharedMemory(create=True, size=max(1, nbytes))
-    try:
-        with (_SEGMENTS / segment.name).open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, nbytes))
-    except OSError as e:
-        answer = {"full": e.strerror}
-    else:
-        answer = {"segment": segment.name}
-    try:
-        os.write(1, json.dumps(answer).encode() + b"\n")
-        while os.read(0, 1):
-            pass
-    finally:
-        segment.close()
-        segment.unlink()
