@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.base import Kernel
-from mucudnn.backends.cpu.device import CpuCopier, CpuDevice
+from mucudnn.backends.cpu.device import CpuCopier, CpuDevice, DiskTier
 from mucudnn.backends.null import NullConv, NullKernels
 from mucudnn.backends.virtual import VirtualArray, VirtualDevice
 from mucudnn.errors import BackendError, OutOfMemoryError, ScheduleError
@@ -21,7 +21,7 @@ from mucudnn.ir.tensor import Role
 from mucudnn.passes.placement.layout import Layout, host_blocks, lay_out
 from mucudnn.runtime.executor import Executor
 from mucudnn.runtime.executor.tasks import Pending
-from mucudnn.runtime.executor.tiers import DiskTier, HostTier, Tiers
+from mucudnn.runtime.executor.tiers import HostTier, Tiers
 from mucudnn.runtime.profiling.links import LINK_BYTES, cold_bench
 from tests.doubles import QUICK, without_collection
 from tests.examples import examples

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
+from mucudnn.backends.cpu.device import DiskTier
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.passes.placement.layout import in_tiers
 from mucudnn.passes.placement.packing import Block
-from mucudnn.runtime.executor.tiers import DiskTier, HostTier, Tiers, parse_tiers
+from mucudnn.runtime.executor.tiers import HostTier, Tiers, parse_tiers
 from mucudnn.runtime.profiling.links import measured_tiers
 
 BLOCK = st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 10))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mucudnn.torch as mt
-from mucudnn.backends.cpu.device import CpuCopier, SharedSegment, copy_bytes
+from mucudnn.backends.cpu.device import CpuCopier, DiskTier, copy_bytes
 from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
 from mucudnn.runtime.executor.tiers import parse_tiers
 from mucudnn.torch import CompileBackend, TrainStep
@@ -123,7 +123,7 @@ def test_what_a_failing_copy_had_is_lost_for_one_step_only(monkeypatch):
             raise OSError("the peer is gone")
         copy_bytes(source, target)
 
-    monkeypatch.setattr(SharedSegment, "copier", lambda self, of: CpuCopier(copied))
+    monkeypatch.setattr(DiskTier, "copier", lambda self, of: CpuCopier(copied))
     step = Step(least(), PEER)
     wanted = step.eager(4)
     assert step.losses(2) == wanted[:2]

@@ -1,11 +1,11 @@
-"""Memory and time on the CPU, and shared memory as a peer."""
+"""Memory and time on the CPU, memory-mapped files, and shared memory as a peer."""
 
+import errno
 import math
 import mmap
 import os
 import platform
 import queue
-import shutil
 import tempfile
 import threading
 import time
@@ -331,9 +331,18 @@ class CpuDevice:
         """Return two copy threads, whose copies overlap with kernels."""
         return CpuCopier()
 
-    def peer(self, index: int, nbytes: int) -> "SharedSegment":
+    def peer(self, index: int, nbytes: int) -> "DiskTier":
         """Return shared memory, which represents another device."""
-        return SharedSegment(index, nbytes)
+        if index == 0:
+            raise ValueError(
+                "peer:0 is the device itself; the first other device is peer:1"
+            )
+        if not _SHARED_MEMORY.is_dir():
+            raise BackendUnavailableError(
+                f"peer:{index} on the CPU is shared memory in {_SHARED_MEMORY}, which "
+                "this system lacks"
+            )
+        return DiskTier(nbytes, _SHARED_MEMORY, f"peer:{index}")
 
 
 def _blas() -> list[str]:
@@ -382,36 +391,37 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-_SEGMENTS = Path("/dev/shm")
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+_SHARED_MEMORY = Path("/dev/shm")
 
 
-class SharedSegment:
-    """Shared memory that represents device `index` > 0; see `Device.peer`.
+class DiskTier:
+    """A memory-mapped anonymous file, which disappears with the mapping.
 
-    It is reserved at once, and has no name: nothing is left if the process is killed.
+    The file has its full size from the start, so that a full disk raises an error
+    instead of crashing whoever writes to the mapping later. No file remains even if the
+    process is killed. The driver stages a GPU's copies to such memory, and the host
+    waits for them.
+
+    Args:
+        nbytes: Size of the file, reserved at once.
+        folder: Folder on the file system to use; the system's temporary folder if None.
+        name: How messages call the memory.
     """
 
-    def __init__(self, index: int, nbytes: int) -> None:
-        if index == 0:
-            raise ValueError(
-                "peer:0 is the device itself; the first other device is peer:1"
-            )
-        if not _SEGMENTS.is_dir():
-            raise BackendUnavailableError(
-                f"peer:{index} on the CPU is shared memory in {_SEGMENTS}, which this "
-                "system lacks"
-            )
-        self.name = f"peer:{index}"
+    def __init__(
+        self, nbytes: int, folder: str | Path | None = None, name: str = ""
+    ) -> None:
+        where = Path(tempfile.gettempdir() if folder is None else folder)
+        self.name = name or f"a file in {where}"
         self.nbytes = nbytes
         try:
-            with tempfile.TemporaryFile(dir=_SEGMENTS) as file:
-                os.posix_fallocate(file.fileno(), 0, max(1, nbytes))
+            with tempfile.TemporaryFile(dir=where, prefix="mucudnn-") as file:
+                _reserve(file.fileno(), max(1, nbytes), where)
                 mapping = mmap.mmap(file.fileno(), max(1, nbytes))
-        except (OSError, OverflowError) as e:
-            free = shutil.disk_usage(_SEGMENTS).free
-            raise OutOfMemoryError(
-                f"no room for {format_bytes(nbytes, free)} of {self.name} in shared "
-                f"memory: {format_bytes(free, nbytes)} are free"
+        except OSError as e:
+            raise ValueError(
+                f"cannot create a file in {where}: {e.strerror}; name a writable folder"
             ) from e
         self._bytes: Any = np.frombuffer(mapping, np.uint8)
 
@@ -420,9 +430,45 @@ class SharedSegment:
         return self._bytes[offset : offset + nbytes]
 
     def copier(self, device: Device) -> Copier:
-        """Return two copy threads."""
-        return CpuCopier()
+        """Return the device's own copier, as the file is mapped into memory."""
+        return device.copier()
 
     def close(self) -> None:
-        """Drop the mapping; views stay readable."""
+        """Drop the mapping."""
         self._bytes = None
+
+
+def _reserve(file: int, nbytes: int, where: Path) -> None:
+    """Give a file its full size; a sparse file where space cannot be reserved."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, nbytes)
+        else:
+            os.ftruncate(file, nbytes)
+    except (OSError, OverflowError) as e:
+        # A size that no file may have arrives as an overflow.
+        full = isinstance(e, OverflowError) or e.errno in _FULL
+        if not full:
+            raise
+        if nbytes > (most := file_size_limit()):
+            raise OutOfMemoryError(
+                f"a file in {where} cannot have {format_bytes(nbytes, int(most))}: "
+                f"the limit of this process is {format_bytes(int(most), nbytes)} per "
+                "file (`ulimit -f`, in blocks); raise it, or use less of this tier"
+            ) from e
+        stat = os.statvfs(where)
+        free = stat.f_bavail * stat.f_frsize
+        raise OutOfMemoryError(
+            f"no room for {format_bytes(nbytes, free)} on the disk of {where}; "
+            f"{format_bytes(free, nbytes)} are free, or less if there is a quota"
+        ) from e
+
+
+def file_size_limit() -> float:
+    """Return how many bytes a file of this process may have; infinity for no limit."""
+    try:
+        import resource
+    except ImportError:  # a system without such limits
+        return math.inf
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return math.inf if most == resource.RLIM_INFINITY else most

@@ -1,27 +1,20 @@
 """Memory off the device: a pinned slab, a file, a peer, and how users name them.
 
 Everything is reserved before the first step. The slab is one allocation, as pinning
-each tensor takes milliseconds and pools round sizes up. The file has its full size from
-the start, so that a full disk raises an error instead of crashing whoever writes to the
-mapping later.
+each tensor takes milliseconds and pools round sizes up.
 """
 
-import errno
 import math
-import mmap
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from mucudnn.backends import Device
+from mucudnn.backends.cpu.device import DiskTier, file_size_limit
 from mucudnn.backends.device import Buffer, Copier, Tier
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.profile import TierPlacement
@@ -50,44 +43,6 @@ class HostTier:
     def close(self) -> None:
         """Drop the slab."""
         self._slab = None
-
-
-class DiskTier:
-    """A memory-mapped anonymous file, which disappears with the mapping.
-
-    No file remains even if the process is killed. The driver stages a GPU's copies to
-    such memory, and the host waits for them.
-
-    Args:
-        nbytes: Size of the file, reserved at once.
-        folder: Folder on the file system to use; the system's temporary folder if None.
-    """
-
-    def __init__(self, nbytes: int, folder: str | Path | None = None) -> None:
-        where = Path(tempfile.gettempdir() if folder is None else folder)
-        self.name = f"a file in {where}"
-        self.nbytes = nbytes
-        try:
-            with tempfile.TemporaryFile(dir=where, prefix="mucudnn-") as file:
-                _reserve(file.fileno(), max(1, nbytes), where)
-                mapping = mmap.mmap(file.fileno(), max(1, nbytes))
-        except OSError as e:
-            raise ValueError(
-                f"cannot create a file in {where}: {e.strerror}; name a writable folder"
-            ) from e
-        self._bytes: Any = np.frombuffer(mapping, np.uint8)
-
-    def view(self, offset: int, nbytes: int) -> Buffer:
-        """Return a slice of the mapping."""
-        return self._bytes[offset : offset + nbytes]
-
-    def copier(self, device: Device) -> Copier:
-        """Return the device's own copier, as the file is mapped into memory."""
-        return device.copier()
-
-    def close(self) -> None:
-        """Drop the mapping."""
-        self._bytes = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,45 +122,6 @@ class Tiers:
 
     def _slot(self, tier: int, offset: int, nbytes: int) -> HostSlot:
         return HostSlot(tier, offset, self._tiers[tier].view(offset, nbytes), tier)
-
-
-def _reserve(file: int, nbytes: int, where: Path) -> None:
-    """Give a file its full size; a sparse file where space cannot be reserved."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, nbytes)
-        else:
-            os.ftruncate(file, nbytes)
-    except (OSError, OverflowError) as e:
-        # A size that no file may have arrives as an overflow.
-        full = isinstance(e, OverflowError) or e.errno in _FULL
-        if not full:
-            raise
-        if nbytes > (most := file_size_limit()):
-            raise OutOfMemoryError(
-                f"a file in {where} cannot have {format_bytes(nbytes, int(most))}: "
-                f"the limit of this process is {format_bytes(int(most), nbytes)} per "
-                "file (`ulimit -f`, in blocks); raise it, or use less of this tier"
-            ) from e
-        stat = os.statvfs(where)
-        free = stat.f_bavail * stat.f_frsize
-        raise OutOfMemoryError(
-            f"no room for {format_bytes(nbytes, free)} on the disk of {where}; "
-            f"{format_bytes(free, nbytes)} are free, or less if there is a quota"
-        ) from e
-
-
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-
-
-def file_size_limit() -> float:
-    """Return how many bytes a file of this process may have; infinity for no limit."""
-    try:
-        import resource
-    except ImportError:  # a system without such limits
-        return math.inf
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return math.inf if most == resource.RLIM_INFINITY else most
 
 
 # Parse and open offload targets: `host`, `disk:FOLDER`, `peer:DEVICE`.
