@@ -37,6 +37,25 @@ def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
     return data
 
 
+def row_to_dict(row: Measurement) -> dict[str, Any]:
+    """Encode a measurement without its device and convolution."""
+    about = {"measured_at": row.measured_at, "version": row.version}
+    return perf_to_dict(row.perf) | about
+
+
+def verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
+    """Encode a verdict without its device and convolution."""
+    batch, of = verdict.problem.batch, verdict.signature
+    return {"batch": batch, "signature": of, "ratio": verdict.ratio}
+
+
+def race_to_dict(race: Race) -> dict[str, Any]:
+    """Encode a race without its device."""
+    first, second = race.times_ms
+    times = {"first_ms": first, "second_ms": second}
+    return {"raced": race.raced, **times, "measured_at": race.measured_at}
+
+
 def problem_key(problem: ConvProblem) -> str:
     """Return every field but the mini-batch size as canonical JSON.
 

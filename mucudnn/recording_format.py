@@ -41,8 +41,10 @@ from mucudnn.codecs import (
     load_json,
     members_of,
     object_of,
-    perf_to_dict,
     problem_key,
+    race_to_dict,
+    row_to_dict,
+    verdict_to_dict,
 )
 from mucudnn.ir.fleet import StepPoint, StepTable
 from mucudnn.ir.measurement import Measurement, Race, Recording, Verdict
@@ -74,19 +76,13 @@ def format_recording(recording: Recording, *, compress: bool = False) -> bytes:
         return "[\n" + ",\n".join(lines) + "]"
 
     for m in recording.measurements:
-        row = perf_to_dict(m.perf)
-        row |= {"measured_at": m.measured_at, "version": m.version}
-        lines(m)[0].append(_dumps(row))
+        lines(m)[0].append(_dumps(row_to_dict(m)))
     for v in recording.verdicts:
-        members = {"batch": v.problem.batch, "signature": v.signature, "ratio": v.ratio}
-        lines(v)[1].append(_dumps(members))
+        lines(v)[1].append(_dumps(verdict_to_dict(v)))
     raced: dict[str, list[str]] = {}
     for r in recording.races:
-        first, second = r.times_ms
-        members = {"raced": r.raced, "first_ms": first, "second_ms": second}
-        line = _dumps(members | {"measured_at": r.measured_at})
         devices.setdefault(r.fingerprint, {})
-        raced.setdefault(r.fingerprint, []).append(line)
+        raced.setdefault(r.fingerprint, []).append(_dumps(race_to_dict(r)))
     text = f'{{"kind": "{_KIND}", "schema": {SCHEMA}, "devices": [' + ",".join(
         f'\n{{"fingerprint": {_dumps(name)}, '
         f'"environment": {_dumps(dict(known.get(name, {})))}, '

@@ -1,6 +1,8 @@
 """Backends that misbehave on purpose, around a real one."""
 
+import contextlib
 import gc
+import sqlite3
 from contextlib import contextmanager
 
 from mucudnn.backends import Backend, get_backend
@@ -160,3 +162,18 @@ def places_in(value, before=()):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, inner in items:
             yield from places_in(inner, (*before, key))
+
+
+def break_index(file):
+    """Let the index of a cache's file contradict its table."""
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("PRAGMA journal_mode = DELETE")
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+        query = "SELECT rootpage FROM sqlite_master WHERE name LIKE 'sqlite_auto%'"
+        (page,) = db.execute(query).fetchone()
+        (key,) = db.execute("SELECT key FROM entries LIMIT 1").fetchone()
+    raw = bytearray(file.read_bytes())
+    at = raw.index(key.encode()[:20], (page - 1) * size)
+    assert at < page * size
+    raw[at] ^= 1
+    file.write_bytes(raw)

@@ -19,7 +19,7 @@ from mucudnn.runtime.store.sqlite_file import CacheWarning
 from mucudnn.suites import parse_problem
 from tests import commands
 from tests.commands import json_of, refused
-from tests.doubles import places_in
+from tests.doubles import break_index, places_in
 
 PROBLEM = "n=8,c=3,h=9,w=9,k=4,r=3,s=3"
 ASKED = ("--problem", PROBLEM, "--directions", "forward")
@@ -81,86 +81,55 @@ def change(file, *statements):
         db.commit()
 
 
-ONE = "WHERE batch = 4 AND algo = (SELECT min(algo) FROM perf WHERE batch = 4)"
-ROWS = [
-    "perf SET measured_at = 1e12",
-    "perf SET measured_at = -1",
-    "perf SET measured_at = 'yesterday'",
-    "perf SET time_ms = 1e308",
-    "perf SET time_ms = -1",
-    "perf SET time_ms = 9e999",
-    "perf SET time_ms = 'long'",
-    "perf SET noise_ms = -1",
-    "perf SET noise_ms = 9e999",
-    "perf SET workspace = -1",
-    "perf SET workspace = 1.5",
-    "perf SET batch = 0",
-    "perf SET batch = -4",
-    "perf SET batch = 'four'",
-    "perf SET samples = 'many'",
-    "perf SET deterministic = 7",
-    "perf SET notes = x'00ff'",
-    "perf SET algo = x'00ff'",
-    "perf SET version = x'00ff'",
-    "perf SET time_ms = NULL, error = x'ff'",
-]
-LAYERS = [
-    "layer SET problem = '{}'",
-    "layer SET problem = 'rubbish'",
-    "layer SET problem = x'00ff'",
-    "layer SET problem = replace(problem, '9', '0')",
-    "layer SET fingerprint = x'00ff'",
+CHANGES = [
+    "value = x'00ff'",
+    "value = 'text'",
+    "value = substr(value, 1, 40)",
+    "value = (SELECT value FROM entries WHERE batch = 2)",
+    "batch = -4",
+    "batch = 'four'",
+    "key = '{}'",
+    "key = replace(key, '9', '0')",
+    "device = x'00ff'",
 ]
 
 
-@pytest.mark.parametrize("what", [f"{row} {ONE}" for row in ROWS])
-def test_a_damaged_row_is_passed_over_and_nothing_else(cache, what, tmp_path):
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_damaged_entry_is_passed_over_and_nothing_else(cache, what, tmp_path):
     with BenchmarkCache(cache) as found:
         before = found.rows()
-    change(cache, f"UPDATE {what}")
+    change(cache, f"UPDATE entries SET {what} WHERE kind = 'perf' AND batch = 4")
     with BenchmarkCache(cache) as found:
-        with pytest.warns(CacheWarning, match=r"^1 of the \d+ rows in .* damaged"):
+        with pytest.warns(CacheWarning, match=r"^ignoring damaged entries .* \(1\)"):
             after = found.rows()
-        assert len(after) == len(before) - 1
-        assert set(after) < set(before)
+        assert set(after) == {m for m in before if m.perf.batch != 4} != set(before)
         assert len(found.verdicts()) == 1  # and no second warning
         assert sum(d.rows for d in found.summary()) == len(after)
     out = tmp_path / "out.json"
     for args in (("list",), ("export", out)):
         result = done("cache", *args, "--cache", cache)
         (line,) = result.stderr.splitlines()
-        assert line.startswith("mucudnn: warning: 1 of the ")
+        assert line.startswith("mucudnn: warning: ignoring damaged entries")
     with BenchmarkCache() as fresh:
         assert fresh.import_json(out) == len(after)
 
 
-@pytest.mark.parametrize("what", LAYERS)
-def test_a_damaged_layer_is_passed_over(cache, what):
-    change(cache, f"UPDATE {what}")
+def test_a_damaged_verdict_is_none(cache):
+    change(cache, "UPDATE entries SET value = x'ff' WHERE kind = 'verdict'")
     with BenchmarkCache(cache) as found:
-        with pytest.warns(CacheWarning, match=r"^(\d+) of the \1 rows"):
-            assert found.rows() == ()
-        assert found.get_verdict("null", KNOWN, "A@8 / B@8") is None
-    assert "damaged" in done("cache", "list", "--cache", cache).stderr
-
-
-@pytest.mark.parametrize("bad", ["-1", "9e999", "1e300", "'fast'", "x'ff'"])
-def test_a_damaged_verdict_is_none(cache, bad):
-    change(cache, f"UPDATE verdict SET time_ms = {bad}")
-    with BenchmarkCache(cache) as found:
-        with pytest.warns(CacheWarning, match="^1 of the"):
+        with pytest.warns(CacheWarning, match="ignoring damaged entries"):
             assert found.get_verdict("null", KNOWN, "A@8 / B@8") is None
         assert found.verdicts() == ()
 
 
 def test_what_is_damaged_is_measured_again(cache):
-    change(cache, "UPDATE perf SET measured_at = 1e12")
+    change(cache, "UPDATE entries SET value = x'00'")
     done("tune", *ASKED, "--backend", "null", "--cache", cache, "--batch-policy", "all")
     assert done("cache", "list", "--cache", cache).stderr == ""
 
 
-def test_an_import_replaces_rows_of_no_possible_time(cache, recording):
-    change(cache, "UPDATE perf SET measured_at = 1e12")
+def test_an_import_replaces_what_is_damaged(cache, recording):
+    change(cache, "UPDATE entries SET value = x'00'")
     done("cache", "import", recording, "--cache", cache)
     assert done("cache", "list", "--cache", cache).stderr == ""
 
@@ -213,28 +182,19 @@ def test_times_of_nothing_at_all(recording, fast):
 
 def test_a_name_that_is_no_text_is_damage(cache):
     raw = cache.read_bytes()
-    assert raw.count(b"noise_ms REAL") == 1
-    cache.write_bytes(raw.replace(b"noise_ms REAL", b"noise_\xff\xfe REAL"))
+    assert raw.count(b"used_at REAL") == 1
+    cache.write_bytes(raw.replace(b"used_at REAL", b"used\xff\xfet REAL"))
     with pytest.warns(CacheWarning, match="a new"):
         found = BenchmarkCache(cache)
     with found:
         assert found.path == cache
         assert found.rows() == ()
     (kept,) = cache.parent.glob("*.corrupt-*")
-    assert b"noise_\xff\xfe REAL" in kept.read_bytes()
+    assert b"used\xff\xfet REAL" in kept.read_bytes()
 
 
 def test_a_table_that_contradicts_its_index_is_set_aside(cache):
-    raw = bytearray(cache.read_bytes())
-    with contextlib.closing(sqlite3.connect(cache)) as db:
-        (size,) = db.execute("PRAGMA page_size").fetchone()
-        query = "SELECT rootpage FROM sqlite_master WHERE name LIKE 'sqlite_auto%'"
-        (page,) = db.execute(query).fetchone()
-        (key,) = db.execute("SELECT problem FROM layer LIMIT 1").fetchone()
-    at = raw.index(key.encode()[:20], (page - 1) * size)
-    assert at < page * size
-    raw[at] ^= 1
-    cache.write_bytes(raw)
+    break_index(cache)
     bearable("tune", *ASKED, "--backend", "null", "--cache", cache)
 
 

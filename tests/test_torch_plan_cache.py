@@ -25,7 +25,7 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.schedule import Residency
 from mucudnn.runtime.store.measurements import BenchmarkCache, Entries, default_path
 from mucudnn.runtime.store.sqlite_file import CacheWarning, RecordFile
-from mucudnn.runtime.store.tables import seal_entry
+from mucudnn.runtime.store.tables import seal
 from mucudnn.runtime.tuning.timing import StoppingRule
 from mucudnn.runtime.tuning.tuner import Tuner
 from mucudnn.torch import cpu_backend
@@ -41,7 +41,7 @@ from mucudnn.torch.plan_store import (
     structure_of,
 )
 from mucudnn.torch.planning import Planner
-from tests.doubles import places_in
+from tests.doubles import break_index, places_in
 from tests.test_stores_hostile import VALUES
 from tests.torch_steps import build
 
@@ -227,8 +227,8 @@ def test_a_damaged_entry_is_passed_over_and_made_again(folder, value):
 
 def test_what_is_whole_in_a_damaged_file_is_kept(folder):
     planned(folder, net=small_net)
-    change(folder, "INSERT INTO race VALUES (99, 1, 1, 1)")  # of no layer
-    with pytest.warns(CacheWarning, match="2 of its rows are kept"):
+    break_index(folder / "plans.sqlite")
+    with pytest.warns(CacheWarning, match="2 of its entries are kept"):
         assert planned(folder, net=small_net)[1] == 0
 
 
@@ -239,7 +239,7 @@ def test_an_entry_too_deep_or_no_json_is_passed_over(folder):
             change(
                 folder,
                 "UPDATE entries SET value = ? WHERE key = ?",
-                *(seal_entry(kind, key, data), key),
+                *(seal((kind, "", key, 0), data), key),
             )
         with pytest.warns(CacheWarning, match="ignoring the"):
             assert planned(folder, net=small_net)[1] == 1

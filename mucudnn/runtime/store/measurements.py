@@ -1,8 +1,8 @@
 """Store measurements in memory or in an SQLite file that processes share.
 
-A measurement belongs to a device, a convolution at a micro-batch size, an algorithm and
-a math mode. The key holds no mini-batch size, limit or policy, so one row serves all of
-them. `RecordFile` handles the file; this module defines its contents.
+An entry has all measurements of a convolution at a micro-batch size on a device. Its
+name holds no mini-batch size, limit or policy, so it serves all of them. `RecordFile`
+handles the file, `tables` its table; this module defines the contents.
 """
 
 import contextlib
@@ -11,14 +11,30 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import platformdirs
 
 from mucudnn.arguments import check_path
-from mucudnn.codecs import check_times, decode_race, load_json, problem_key
+from mucudnn.codecs import (
+    LayerAt,
+    check_times,
+    decode,
+    decode_race,
+    decode_row,
+    decode_verdict,
+    load_json,
+    object_of,
+    problem_from_key,
+    problem_key,
+    race_to_dict,
+    row_to_dict,
+    verdict_to_dict,
+)
 from mucudnn.errors import CacheError
 from mucudnn.files import read_whole
 from mucudnn.ir.conv import AlgoPerf, ConvProblem
@@ -27,24 +43,7 @@ from mucudnn.plugins import installed_version
 from mucudnn.recording_format import MOST, read_recording
 from mucudnn.runtime.store.recordings import write_recording
 from mucudnn.runtime.store.sqlite_file import RecordFile, transaction, warn
-from mucudnn.runtime.store.tables import (
-    OF_ALL,
-    OF_ANY_DEVICE,
-    OF_BATCH,
-    OF_LAYER,
-    PERF,
-    PLAN_TEXT,
-    PUT_LAYER,
-    RACE,
-    TABLES,
-    UNLESS_KNOWN,
-    UNLESS_NEWER,
-    VERDICT,
-    Table,
-    perf_values,
-    seal_entry,
-    unseal_entry,
-)
+from mucudnn.runtime.store.tables import NAME, Name, insert, unseal
 
 # JSON values by kind and key, in the store's file and within a number of bytes.
 #
@@ -71,22 +70,23 @@ class Entries:
 
     def get(self, kind: str, key: str) -> Any | None:
         """Return the value of a key, or None."""
-        query = "SELECT value, used_at FROM entries WHERE kind = ? AND key = ?"
-        rows = self._file.do(lambda db: db.execute(query, (kind, key)).fetchall())
+        name = _name(kind, key)
+        query = f"SELECT value, used_at FROM entries WHERE {_NAMED}"
+        rows = self._file.do(lambda db: db.execute(query, name).fetchall())
         if not rows:
             return None
         ((sealed, used_at),) = rows
         try:
-            value = load_json(unseal_entry(kind, key, sealed).decode())
+            value = load_json(unseal(name, sealed).decode())
         except ValueError as e:
             self.refuse(kind, key, str(e))
             return None
         now = time.time()
 
         def touch(db: sqlite3.Connection) -> None:
-            update = "UPDATE entries SET used_at = ? WHERE kind = ? AND key = ?"
+            update = f"UPDATE entries SET used_at = ? WHERE {_NAMED}"
             with contextlib.suppress(sqlite3.OperationalError):  # of a read-only file
-                db.execute(update, (now, kind, key))
+                db.execute(update, (now, *name))
 
         if not (isinstance(used_at, float) and 0 <= now - used_at < _FRESH_S):
             self._file.do(touch)
@@ -97,13 +97,15 @@ class Entries:
         data = json.dumps(value, separators=(",", ":")).encode()
         if len(data) > min(_LARGEST, self._most):
             return
-        row = kind, key, seal_entry(kind, key, data), time.time()
 
         def write(db: sqlite3.Connection) -> None:
             with transaction(db):
-                db.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", row)
+                insert(db, _name(kind, key), data, time.time())
                 # The entries that were used last stay, up to the limit.
-                query = "SELECT rowid, length(value) FROM entries ORDER BY used_at DESC"
+                query = (
+                    "SELECT rowid, length(value) FROM entries WHERE device = '' "
+                    "ORDER BY used_at DESC"
+                )
                 total, evicted = 0, []
                 for rowid, nbytes in db.execute(query):
                     total += nbytes
@@ -125,7 +127,7 @@ class Entries:
         """Return the number of entries and their bytes, by kind."""
         query = (
             "SELECT kind, count(*), sum(length(value)) FROM entries "
-            "GROUP BY kind ORDER BY kind"
+            "WHERE device = '' GROUP BY kind ORDER BY kind"
         )
         rows = self._file.do(lambda db: db.execute(query).fetchall())
         return {str(kind): (count, nbytes) for kind, count, nbytes in rows}
@@ -134,7 +136,7 @@ class Entries:
         """Delete all entries, and release their disk space; return their number."""
 
         def delete(db: sqlite3.Connection) -> int:
-            deleted = db.execute("DELETE FROM entries").rowcount
+            deleted = db.execute("DELETE FROM entries WHERE device = ''").rowcount
             with contextlib.suppress(sqlite3.OperationalError):  # others may be reading
                 db.execute("VACUUM")
             return deleted
@@ -142,12 +144,66 @@ class Entries:
         return self._file.do(delete)
 
 
-T = TypeVar("T")
+def _name(kind: str, key: str) -> Name:
+    return kind, "", key, 0
+
+
+_NAMED = " AND ".join(f"{column} = ?" for column in NAME.split(", "))
+
+
+_PERF, _VERDICT, _RACE, _PLAN_TEXT = "perf", "verdict", "race", "plan_text"
+
+_problem = functools.lru_cache(4096)(problem_from_key)
+"""A convolution of (key, batch size): files have many rows of each."""
+
+Items = dict[str, Any]
+"""The JSON values of an entry by their names."""
+
+
+_DECODERS: Mapping[str, Callable[[str, LayerAt, Any], Any]] = {
+    _PERF: lambda device, layer_at, item: decode_row("row", device, layer_at, item),
+    _VERDICT: lambda device, layer_at, item: decode_verdict(
+        "verdict", device, layer_at, item
+    ),
+    _RACE: lambda device, _, item: decode_race("race", device, item),
+    _PLAN_TEXT: lambda _, __, item: decode("plan text", str, item),
+}
+"""Kind of an entry -> decoder of its items, which are those of recordings."""
+
+_Item = tuple[Name, str, Any]
+"""Name of an entry, and name and JSON value of one of its items."""
+
+
+def _perf_item(key: str, m: Measurement) -> _Item:
+    name = _PERF, m.fingerprint, key, m.perf.batch
+    return name, f"{m.perf.algo} {m.perf.math_mode}", row_to_dict(m)
+
+
+def _verdict_item(key: str, v: Verdict) -> _Item:
+    name = _VERDICT, v.fingerprint, key, v.problem.batch
+    return name, v.signature, verdict_to_dict(v)
+
+
+def _race_item(race: Race) -> _Item:
+    return (_RACE, race.fingerprint, race.raced, 0), "", race_to_dict(race)
+
+
+def _packed(items: Items) -> bytes:
+    # The rows of an entry are much alike.
+    return zlib.compress(json.dumps(items).encode(), level=1)
+
+
+def _items(name: Name, value: object) -> tuple[Items, Items]:
+    """Return the items of an entry, raw and decoded; `ValueError` if damaged."""
+    raw = object_of("entry", load_json(zlib.decompress(unseal(name, value)).decode()))
+    kind, device, key, _ = name
+    decoder, layer_at = _DECODERS[kind], partial(_problem, key)
+    return raw, {one: decoder(device, layer_at, raw[one]) for one in sorted(raw)}
 
 
 def default_path() -> Path:
     """Return the cache file in the user's cache directory of this platform."""
-    return platformdirs.user_cache_path("mucudnn") / "perf-v3.sqlite"
+    return platformdirs.user_cache_path("mucudnn") / "perf-v4.sqlite"
 
 
 class BenchmarkCache:
@@ -189,13 +245,12 @@ class BenchmarkCache:
 
     def get(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
         """Return the rows at the problem's own batch size, failures included."""
-        key = (fingerprint, problem_key(problem), problem.batch)
-        return tuple(m.perf for m in self._read(PERF, OF_BATCH, *key))
+        name = _PERF, fingerprint, problem_key(problem), problem.batch
+        return tuple(m.perf for m in self._entry(*name).values())
 
     def get_all(self, fingerprint: str, problem: ConvProblem) -> tuple[AlgoPerf, ...]:
         """Return the rows at every batch size, by ascending batch size."""
-        key = (fingerprint, problem_key(problem))
-        return tuple(m.perf for m in self._read(PERF, OF_LAYER, *key))
+        return tuple(m.perf for m in self.rows(fingerprint, problem))
 
     def put(
         self, fingerprint: str, problem: ConvProblem, perfs: Iterable[AlgoPerf]
@@ -208,17 +263,28 @@ class BenchmarkCache:
         perfs = tuple(perfs)
         for perf in perfs:
             check_times(perf.algo, perf)
-        layer, stamp = (fingerprint, problem_key(problem)), (time.time(), self._version)
-        rows = [(*layer, *perf_values(perf), *stamp) for perf in perfs]
-        self._write((PERF, PERF.insert(), rows))
+        key, now = problem_key(problem), time.time()
+        self._write(
+            _perf_item(
+                key,
+                Measurement(
+                    fingerprint=fingerprint,
+                    problem=problem,
+                    perf=perf,
+                    measured_at=now,
+                    version=self._version,
+                ),
+            )
+            for perf in perfs
+        )
 
     def get_verdict(
         self, fingerprint: str, problem: ConvProblem, signature: str
     ) -> float | None:
         """Return the measured ratio (`Verdict.ratio`) of a plan, None if unknown."""
-        key = (fingerprint, problem_key(problem), problem.batch, signature)
-        found = self._read(VERDICT, f"{OF_BATCH} AND signature = ?", *key)
-        return found[0].ratio if found else None
+        name = _VERDICT, fingerprint, problem_key(problem), problem.batch
+        found: Verdict | None = self._entry(*name).get(signature)
+        return None if found is None else found.ratio
 
     def put_verdict(
         self, fingerprint: str, problem: ConvProblem, signature: str, ratio: float
@@ -230,13 +296,15 @@ class BenchmarkCache:
         """
         if not 0 <= ratio < math.inf:
             raise ValueError(f"ratio must be finite and not negative, got {ratio}")
-        key = (fingerprint, problem_key(problem), problem.batch, signature)
-        self._write((VERDICT, VERDICT.insert(), [(*key, ratio, time.time())]))
+        found = Verdict(
+            fingerprint=fingerprint, problem=problem, signature=signature, ratio=ratio
+        )
+        self._write([_verdict_item(problem_key(problem), found)])
 
     def get_race(self, fingerprint: str, raced: str) -> tuple[float, float] | None:
         """Return the times of both candidates of a `Race`; None if not timed."""
-        found = self._read(RACE, OF_LAYER, fingerprint, raced)
-        return next((race.times_ms for race in found), None)
+        found: Race | None = self._entry(_RACE, fingerprint, raced, 0).get("")
+        return None if found is None else found.times_ms
 
     def put_race(
         self,
@@ -254,29 +322,30 @@ class BenchmarkCache:
         Raises:
             ValueError: A time is negative, not finite or out of all bounds.
         """
-        row = (fingerprint, raced, *times_ms, time.time())
-        members = zip(("raced", *RACE.columns), row[1:], strict=True)
-        decode_race("a race", fingerprint, dict(members))
-        known = self._decoded(RACE, OF_LAYER, fingerprint, raced)
-        if any(isinstance(one, ValueError) for one in known):  # it is damaged
-            replace = True
-        put = RACE.insert() if replace else f"{RACE.insert('')} {UNLESS_KNOWN}"
-        self._write((RACE, put, [row]))
+        race = Race(
+            fingerprint=fingerprint,
+            raced=raced,
+            times_ms=times_ms,
+            measured_at=time.time(),
+        )
+        decode_race("a race", fingerprint, race_to_dict(race))
+        self._write([_race_item(race)], keep=not replace)
         return self.get_race(fingerprint, raced) or times_ms
 
     def get_plan_text(
         self, fingerprint: str, problem: ConvProblem, algo: str
     ) -> str | None:
         """Return an algorithm's serialized execution plan; None if unknown."""
-        key = (fingerprint, problem_key(problem), problem.batch, algo)
-        return next(iter(self._read(PLAN_TEXT, f"{OF_BATCH} AND algo = ?", *key)), None)
+        name = _PLAN_TEXT, fingerprint, problem_key(problem), problem.batch
+        text: str | None = self._entry(*name).get(algo)
+        return text
 
     def put_plan_text(
         self, fingerprint: str, problem: ConvProblem, algo: str, text: str
     ) -> None:
         """Store an execution plan as serialized by its library."""
-        key = (fingerprint, problem_key(problem), problem.batch, algo)
-        self._write((PLAN_TEXT, PLAN_TEXT.insert(), [(*key, text)]))
+        name = _PLAN_TEXT, fingerprint, problem_key(problem), problem.batch
+        self._write([(name, algo, text)])
 
     def fingerprints(self) -> tuple[str, ...]:
         """Return the fingerprints of all known devices, sorted."""
@@ -303,30 +372,23 @@ class BenchmarkCache:
     ) -> tuple[Measurement, ...]:
         """Return all measurements of one device, or of all, at every batch size."""
         key = None if problem is None else problem_key(problem)
-        return self._read(PERF, OF_ALL, fingerprint, key)
+        return self._rows(_PERF, fingerprint, key)
 
     def verdicts(self, fingerprint: str | None = None) -> tuple[Verdict, ...]:
         """Return the verdicts on plans measured as a whole, of one device or all."""
-        return self._read(VERDICT, OF_ALL, fingerprint, None)
+        return self._rows(_VERDICT, fingerprint)
 
     def races(self, fingerprint: str | None = None) -> tuple[Race, ...]:
         """Return the races that were run, on one device or on all."""
-        return self._read(RACE, OF_ALL, fingerprint, None)
+        return self._rows(_RACE, fingerprint)
 
     def clear(self, fingerprint: str | None = None) -> int:
         """Delete the rows of one device, or all; return how many were measured."""
-
-        def delete(db: sqlite3.Connection) -> int:
-            named = f"WHERE {OF_ANY_DEVICE}"
-            layers = f"WHERE layer IN (SELECT id FROM layer {named})"
-            with transaction(db):
-                for table in ("verdict", "plan_text", "race"):
-                    db.execute(f"DELETE FROM {table} {layers}", (fingerprint,))
-                deleted = db.execute(f"DELETE FROM perf {layers}", (fingerprint,))
-                db.execute(f"DELETE FROM layer {named}", (fingerprint,))
-            return deleted.rowcount
-
-        return self._file.do(delete)
+        count = len(self.rows(fingerprint))
+        named = "device != '' AND device = coalesce(?, device)"
+        delete = f"DELETE FROM entries WHERE {named}"
+        self._file.do(lambda db: db.execute(delete, (fingerprint,)))
+        return count
 
     def export_json(self, file: Path | str) -> int:
         """Write all measurements, verdicts and races to a recording.
@@ -362,29 +424,14 @@ class BenchmarkCache:
         except ValueError as e:
             raise CacheError(f"cannot import {file}: {e}") from e
         # All rows are decoded: from here on only the database can fail.
-        key_of, now = functools.cache(problem_key), time.time()
-        rows = [
-            (
-                *(m.fingerprint, key_of(m.problem), *perf_values(m.perf)),
-                *(m.measured_at, m.version),
-            )
-            for m in recording.measurements
-        ]
-        verdicts = [
-            (
-                *(v.fingerprint, key_of(v.problem), v.problem.batch),
-                *(v.signature, v.ratio, now),
-            )
-            for v in recording.verdicts
-        ]
-        races = [
-            (r.fingerprint, r.raced, *r.times_ms, r.measured_at)
-            for r in recording.races
-        ]
+        key_of = functools.cache(problem_key)
         return self._write(
-            (PERF, f"{PERF.insert('')} {UNLESS_NEWER}", rows),
-            (VERDICT, VERDICT.insert("OR IGNORE"), verdicts),
-            (RACE, f"{RACE.insert('')} {UNLESS_KNOWN}", races),
+            [
+                *(_perf_item(key_of(m.problem), m) for m in recording.measurements),
+                *(_verdict_item(key_of(v.problem), v) for v in recording.verdicts),
+                *map(_race_item, recording.races),
+            ],
+            keep=True,
         )
 
     def close(self) -> None:
@@ -397,48 +444,70 @@ class BenchmarkCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(
-        self, *changes: tuple[Table[Any], str, Sequence[tuple[Any, ...]]]
-    ) -> int:
-        """Execute statements on their rows in one transaction.
+    def _write(self, rows: Iterable[_Item], *, keep: bool = False) -> int:
+        """Write items in one transaction; return how many measurements were written.
 
-        Every row begins with a fingerprint and a problem. Returns the number of rows
-        that the first statement changed.
+        With `keep`, items that are known stay, unless they are older measurements.
         """
-        layers = dict.fromkeys(row[:2] for *_, rows in changes for row in rows)
+        entries: dict[Name, Items] = {}
+        for name, key, item in rows:
+            entries.setdefault(name, {})[key] = item
+        query = f"SELECT value FROM entries WHERE {_NAMED}"
 
         def write(db: sqlite3.Connection) -> int:
+            count, now = 0, time.time()
             with transaction(db):
-                db.executemany(PUT_LAYER, layers)
-                counts = [
-                    db.executemany(statement, map(table.sealed, rows)).rowcount
-                    if rows
-                    else 0
-                    for table, statement, rows in changes
-                ]
-            return counts[0]
+                for name, items in entries.items():
+                    known: Items = {}
+                    for (value,) in db.execute(query, name):
+                        with contextlib.suppress(ValueError):  # damaged: replaced
+                            known, _ = _items(name, value)
+                    new = {
+                        key: item
+                        for key, item in items.items()
+                        if not (keep and key in known)
+                        or (
+                            name[0] == _PERF
+                            and item["measured_at"] > known[key]["measured_at"]
+                        )
+                    }
+                    if new:
+                        insert(db, name, _packed(known | new), now)
+                        count += len(new) if name[0] == _PERF else 0
+            return count
 
         self.writes += 1
         return self._file.do(write)
 
-    def _read(self, table: Table[T], condition: str, *arguments: Any) -> tuple[T, ...]:
-        """Return the valid rows; the first invalid ones cause one warning."""
-        found = self._decoded(table, condition, *arguments)
-        wrong = [row for row in found if isinstance(row, ValueError)]
+    def _entry(self, *name: Any) -> Items:
+        """Return the items of an entry by their names."""
+        return next(iter(self._read(_NAMED, *name)), {})
+
+    def _rows(
+        self, kind: str, device: str | None, key: str | None = None
+    ) -> tuple[Any, ...]:
+        """Return all items of a kind, of one device or one key, or all."""
+        where = {"kind": kind, "device": device, "key": key}
+        known = {column: name for column, name in where.items() if name is not None}
+        named = " AND ".join(f"{column} = ?" for column in known)
+        found = self._read(named, *known.values())
+        return tuple(item for items in found for item in items.values())
+
+    def _read(self, condition: str, *names: Any) -> list[Items]:
+        """Return the sound entries; the first damaged ones cause one warning."""
+        query = f"SELECT {NAME}, value FROM entries WHERE {condition} ORDER BY {NAME}"
+        rows = self._file.do(lambda db: db.execute(query, names).fetchall())
+        found, wrong = [], []
+        for *name, value in rows:
+            try:
+                found.append(_items(tuple(name), value)[1])
+            except ValueError as e:
+                wrong.append(f"{name[0]} of {name[1]!r}: {e}")
         if wrong and not self._warned:
             self._warned = True
-            every = (self._decoded(some, OF_ALL, None, None) for some in TABLES)
-            of_all = [row for rows in every for row in rows]
-            count = sum(isinstance(row, ValueError) for row in of_all)
             warn(
-                f"{count} of the {len(of_all)} rows in {self.path or 'memory'} are "
-                f"damaged and ignored; the first: {wrong[0]}"
+                f"ignoring damaged entries of {self.path or 'memory'} ({len(wrong)}); "
+                f"the first: {wrong[0]}",
+                stacklevel=5,
             )
-        return tuple(row for row in found if not isinstance(row, ValueError))
-
-    def _decoded(
-        self, table: Table[T], condition: str, *arguments: Any
-    ) -> list[T | ValueError]:
-        query = table.select(condition)
-        rows = self._file.do(lambda db: db.execute(query, arguments).fetchall())
-        return table.decode(rows, self._file.checked_since)
+        return found

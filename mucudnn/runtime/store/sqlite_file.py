@@ -1,7 +1,7 @@
 """The SQLite file of the store: opening, locking, sharing, recovery.
 
 A cache must never stop the work. A file that is damaged or foreign is set aside under
-another name, never deleted, and a new one starts with the rows that could be salvaged.
+another name, never deleted, and a new one starts with the entries that were salvaged.
 A file of a newer version of mucudnn is left alone, and memory is used instead. A file
 that cannot be written is left alone, too; rows that can be read are copied to memory.
 Each case issues one warning, and the caller sees an ordinary result.
@@ -58,7 +58,6 @@ class RecordFile:
         self._closed = False
         self._held: list[Any] = []  # locks, while the process forks
         self._inode = 0
-        self.checked_since = 0.0
         self._path: Path | None = None
         self._db = tables.in_memory()
         on_fork(self)
@@ -199,12 +198,9 @@ class RecordFile:
                 with transaction(db):
                     if tables.is_empty(db):
                         tables.create(db)
-            else:
-                tables.add_missing(db)
-            tables.check_tables(db)
+            tables.check_table(db)
             if not empty:
                 tables.check_contents(db)
-            self.checked_since = tables.checked_since(db)
             # A power cut may lose the last rows, which are measured again, but not the
             # file.
             db.execute("PRAGMA synchronous = NORMAL")
@@ -243,54 +239,48 @@ class RecordFile:
     def _salvage_from(
         self, file: Path, aside: Path, db: sqlite3.Connection, problem: Exception
     ) -> None:
-        """Copy the sound rows of a file that was set aside, if its tables are ours."""
-        words = "none of its rows can be read"
-        with contextlib.suppress(*_READING, tables.UnusableError, tables.NewerError):
-            # Without a write-ahead log the file is complete, and needs no side files.
-            whole = not Path(f"{aside}-wal").exists()
-            uri = f"{aside.as_uri()}?{'immutable=1' if whole else 'mode=ro'}"
-            with contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source:
-                if not tables.is_empty(source):
-                    tables.check_tables(source)
-                    with transaction(db):
-                        words = f"{tables.salvage(source, db)} of its rows are kept"
-                    self.checked_since = tables.checked_since(db)
+        """Copy the sound entries of a file that was set aside, if its table is ours."""
+        # Without a write-ahead log the file is complete, and needs no side files.
+        whole = not Path(f"{aside}-wal").exists()
+        count = _copy_entries(aside, db, "immutable=1" if whole else "mode=ro")
+        words = "none of its entries can be read"
+        if count is not None:
+            words = f"{count} of its entries are kept"
         warn(
             f"starting a new {file}; the previous file is now {aside}: {problem}; "
             f"{words}"
         )
 
     def _fall_back(self, file: Path, problem: Exception | None) -> None:
-        """Switch to memory, with the rows that can still be read from the file."""
-        memory, self.checked_since = tables.in_memory(), 0.0
+        """Switch to memory, with the entries that can be read from the file."""
+        memory = tables.in_memory()
         if not _is_damage(problem):
-            self._copy_rows(file, memory)
+            with contextlib.suppress(OSError):
+                check_names(file)
+                # A database in a read-only folder may only be readable as immutable.
+                _copy_entries(file, memory, "mode=ro", "immutable=1")
         self._db.close()
         self._db, self._path = memory, None
         why = problem.strerror if isinstance(problem, OSError) else None
         warn(f"{IN_MEMORY_ONLY}{file} cannot be used: {why or problem}")
 
-    def _copy_rows(self, file: Path, memory: sqlite3.Connection) -> None:
+
+def _copy_entries(file: Path, target: sqlite3.Connection, *ways: str) -> int | None:
+    """Copy the sound entries of a file that opens in one of some ways; count them."""
+    for access in ways:
+        uri = f"{file.as_uri()}?{access}"
         try:
-            check_names(file)
-        except OSError:
-            return
-        # In a read-only folder a database may only be readable as immutable.
-        for access in ("mode=ro", "immutable=1"):
-            uri = f"{file.as_uri()}?{access}"
-            try:
-                with (
-                    contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source,
-                    transaction(memory),
-                ):
-                    if tables.is_empty(source):
-                        return
-                    tables.salvage(source, memory)
-                    self.checked_since = tables.checked_since(memory)
-            except (*_READING, tables.UnusableError, tables.NewerError) as e:
-                logger.debug("%s cannot be read with %s: %s", file, access, e)
-            else:
-                return
+            with (
+                contextlib.closing(sqlite3.connect(uri, 1.0, uri=True)) as source,
+                transaction(target),
+            ):
+                if tables.is_empty(source):
+                    return None
+                tables.check_table(source)
+                return tables.salvage(source, target)
+        except (*_READING, tables.UnusableError, tables.NewerError) as e:
+            logger.debug("%s cannot be read with %s: %s", file, access, e)
+    return None
 
 
 @contextlib.contextmanager
