@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mucudnn.backends.cuda.loading import refuse_bits
 from mucudnn.backends.device import Start, Way
 from mucudnn.errors import BackendError, OutOfMemoryError
 
@@ -246,7 +245,6 @@ class CudaStepIO:
 
     def upload(self, source: Any, target: Any) -> None:
         """See `StepIO.upload`; the tensor has the array's shape and type."""
-        refuse_bits(target.dtype.name, "a copy from the host")
         if target.nbytes == 0:
             return
         compute = self._compute()
@@ -278,7 +276,6 @@ class CudaStepIO:
 
     def download(self, source: Any) -> _Result:
         """Start to copy a tensor's value after the work launched so far."""
-        refuse_bits(source.dtype.name, "a copy to the host")
         compute = self._compute()
         key = source.data.ptr, source.nbytes
         with _cuda_errors(self._cupy, "a copy to the host"):

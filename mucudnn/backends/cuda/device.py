@@ -9,9 +9,14 @@ from typing import Any, NoReturn
 
 from mucudnn.backends.cuda.copies import CudaCopier, CudaStepIO, pinned
 from mucudnn.backends.cuda.kernels.launch import Program
-from mucudnn.backends.cuda.loading import refuse_bits, release_text, with_install_hints
+from mucudnn.backends.cuda.loading import release_text, with_install_hints
 from mucudnn.backends.device import Copier, Device
-from mucudnn.errors import BackendError, BackendUnavailableError, OutOfMemoryError
+from mucudnn.errors import (
+    BackendError,
+    BackendUnavailableError,
+    OutOfMemoryError,
+    UnsupportedError,
+)
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.plugins import installed_version
@@ -92,11 +97,7 @@ class CudaDevice:
         return max(0, int(free) + int(spare) - _LOADED_LATE)
 
     def view(self, buffer: Any, offset: int, spec: TensorSpec) -> Any:
-        """Return a CuPy view; bfloat16 is of `ml_dtypes`' type, or else bits (uint16).
-
-        Bits are all that cuDNN and our kernels need. Operations that interpret them as
-        numbers (conversions, copies from or to the host) refuse them.
-        """
+        """Return a CuPy view; bfloat16 is of `ml_dtypes`' type."""
         window = buffer[offset : offset + spec.nbytes]
         return window.view(_dtype(spec.dtype)).reshape(spec.shape)
 
@@ -128,20 +129,15 @@ class CudaDevice:
             for start in range(0, flat.size, _RANDOM_SLICE):
                 part = flat[start : start + _RANDOM_SLICE]
                 values = rng.random(part.size, dtype="float32") * 2 - 1
-                if part.dtype == "uint16":  # bfloat16: the upper half of a float32
-                    part[...] = values.view("uint32") >> 16
-                else:
-                    part[...] = values
+                part[...] = values
 
     def upload(self, source: Any, target: Any) -> None:
         """Copy from the host and wait, which CuPy does not for pinned memory."""
-        refuse_bits(target.dtype.name, "a copy from the host")
         target.set(source)
         self._cupy.cuda.get_current_stream(self._index).synchronize()
 
     def download(self, source: Any) -> Any:
         """Copy to the host and wait."""
-        refuse_bits(source.dtype.name, "a copy to the host")
         return self._cupy.asnumpy(source)
 
     def queue(self) -> Queue:
@@ -265,8 +261,11 @@ def _dtype(name: str) -> Any:
         return name
     try:
         from ml_dtypes import bfloat16
-    except ImportError:
-        return "uint16"
+    except ImportError as e:
+        raise UnsupportedError(
+            "bfloat16 needs ml_dtypes, which is not installed: pip install ml_dtypes "
+            "(it comes with '.[cuda13]' and '.[cuda12]')"
+        ) from e
     return bfloat16
 
 

@@ -19,12 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mucudnn.errors import (
-    BackendError,
-    BackendUnavailableError,
-    MucudnnError,
-    UnsupportedError,
-)
+from mucudnn.errors import BackendError, BackendUnavailableError, MucudnnError
 
 _LOGGER = logging.getLogger(__name__)
 OLDEST = 91300
@@ -421,8 +416,6 @@ _TOOLKIT = (
     "CUDA_PATH to an installed toolkit"
 )
 
-_BITS = "uint16"  # type of bfloat16 arrays if NumPy has no name for bfloat16
-
 
 def with_remedy(message: str) -> str:
     """Prefix a message about headers or libraries with what to install."""
@@ -444,12 +437,3 @@ def with_install_hints(what: str) -> Iterator[None]:
         if message.startswith(what):
             raise
         raise BackendError(message) from e
-
-
-def refuse_bits(name: str, what: str) -> None:
-    """Refuse to interpret the bits of bfloat16 as whole numbers."""
-    if name == _BITS:
-        raise UnsupportedError(
-            f"{what} of bfloat16 needs ml_dtypes, which is not installed: "
-            "pip install ml_dtypes (it comes with '.[cuda13]' and '.[cuda12]')"
-        )

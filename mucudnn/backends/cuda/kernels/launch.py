@@ -19,7 +19,7 @@ from functools import partial
 from importlib.resources import files
 from typing import Any
 
-from mucudnn.backends.cuda.loading import refuse_bits, with_remedy
+from mucudnn.backends.cuda.loading import with_remedy
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.tensor import TensorSpec
 
@@ -39,7 +39,6 @@ TYPES: Mapping[str, tuple[str, str]] = {
     "float64": ("double", "double"),
     "float16": ("Half", "float"),
     "bfloat16": ("BFloat", "float"),
-    "uint16": ("BFloat", "float"),  # bfloat16's bits, where ml_dtypes is missing
 }
 """Type name to the C types of elements and of arithmetic."""
 
@@ -198,7 +197,6 @@ class CupyLauncher:
         """Return a product by cuBLAS as a function."""
         import cupy
 
-        refuse_bits(out.dtype.name, "a product of matrices")
         if out.dtype.name not in TYPES:  # bfloat16's `kind` is that of bytes
             raise UnsupportedError(f"no product of matrices of {out.dtype.name}")
         what = f"the product of {a.shape} and {b.shape} failed"
@@ -206,10 +204,6 @@ class CupyLauncher:
 
     def prepared_copy(self, source: Any, target: Any) -> Call:
         """Return a copy by CuPy as a function; it converts if the types differ."""
-        given = source.dtype.name if hasattr(source, "dtype") else "a number"
-        if given != target.dtype.name:
-            for name in (given, target.dtype.name):
-                refuse_bits(name, "a conversion")
         what = f"a copy into {target.dtype.name} {target.shape} failed"
         return _guarded(partial(target.__setitem__, ..., source), what)
 
