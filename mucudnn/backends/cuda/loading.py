@@ -1,20 +1,17 @@
 """Find and load libcudnn 9; install hints, and a stub where there is no driver.
 
-A process can hold one cuDNN only, as its parts find each other by name. So a copy that
-is already loaded (by PyTorch) comes first, whatever else is installed. Installed
-packages that are not loaded are never imported for the search.
+NVIDIA's `cuda.pathfinder` searches. A process can hold one cuDNN only, as its parts
+find each other by name, so a copy that is already loaded (by PyTorch) comes first.
 """
 
 import ctypes
-import importlib.util
 import logging
-import os
 import platform
 import re
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,21 +32,17 @@ _INSTALL = (
     "CUDA version that the driver supports)"
 )
 
-_NO_LOAD = os.RTLD_LAZY | getattr(os, "RTLD_NOLOAD", 0)
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedLibrary:
     """A loaded cuDNN, without prototypes.
 
-    `path` is its file, or its name if only the loader knows the file; `version` its
-    release as one number: 91900 is 9.19.0; `found_by` the search method that found it.
+    `path` is its file; `version` its release as one number: 91900 is 9.19.0.
     """
 
     cdll: ctypes.CDLL
     path: str
     version: int
-    found_by: str
 
 
 def load_library(*, without_driver: bool) -> LoadedLibrary:
@@ -62,13 +55,14 @@ def load_library(*, without_driver: bool) -> LoadedLibrary:
         raise BackendUnavailableError(
             f"the cuda backend runs on Linux; this system is {sys.platform!r}"
         )
-    cdll, path, found_by = _find_cudnn()
+    path = _find_cudnn()
+    cdll = ctypes.CDLL(path)
     version = _check_version(cdll, path)
     _require_cublaslt(cdll, path)
     if without_driver:
         load_stub_driver()
-    _LOGGER.info("cuDNN %s: %s (%s)", release_text(version), path, found_by)
-    return LoadedLibrary(cdll=cdll, path=path, version=version, found_by=found_by)
+    _LOGGER.info("cuDNN %s: %s", release_text(version), path)
+    return LoadedLibrary(cdll=cdll, path=path, version=version)
 
 
 def release_text(version: int) -> str:
@@ -76,74 +70,16 @@ def release_text(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def _find_cudnn() -> tuple[ctypes.CDLL, str, str]:
-    """Return the first library found, its path and the search method."""
-    tried = []
-    for found_by, find in _SEARCHES:
-        paths = list(find(_CUDNN))
-        for path in paths:
-            try:
-                cdll = ctypes.CDLL(path)
-            except OSError as e:
-                tried.append(f"  {found_by}: {path}: {e}")
-            else:
-                return cdll, next(_mapped(_CUDNN), path), found_by
-        if not paths:
-            tried.append(f"  {found_by}: nothing")
-    looked = "\n".join(tried)
-    raise BackendUnavailableError(
-        f"cuDNN 9 ({_CUDNN}) was not found; {_INSTALL}. Looked at:\n{looked}"
-    )
-
-
-def _mapped(name: str) -> Iterator[str]:
-    """Yield the mapped file called `name`, or `name` and a longer version."""
-    pattern = re.compile(rf"/{re.escape(name)}(\.[\d.]+)?$")
-    with suppress(OSError):
-        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6 and pattern.search(fields[5]):
-                yield fields[5]
-                return
-
-
-def _loaded_by_name(name: str) -> Iterator[str]:
-    """Yield the name if a library of that name is loaded (but not in /proc)."""
-    with suppress(OSError):
-        ctypes.CDLL(name, _NO_LOAD)
-        yield name
-
-
-def _by_pathfinder(name: str) -> Iterator[str]:
-    """Yield the result of NVIDIA's search: packages, conda, CUDA's folder."""
-    with suppress(ImportError):
+def _find_cudnn() -> str:
+    """Load the first library found; return its path."""
+    try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
-        package = name.removeprefix("lib").split(".")[0]
-        with suppress(RuntimeError, OSError):
-            path = load_nvidia_dynamic_lib(package).abs_path
-            if path is not None and Path(path).name.startswith(name):
-                yield path
-
-
-def _in_packages(name: str) -> Iterator[str]:
-    """Yield files of the `nvidia` namespace package, with one folder per wheel."""
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec and spec.submodule_search_locations) or ():
-        yield from map(str, sorted(Path(root).glob(f"*/lib/{name}")))
-
-
-def _by_name(name: str) -> Iterator[str]:
-    yield name
-
-
-_SEARCHES: tuple[tuple[str, Callable[[str], Iterator[str]]], ...] = (
-    ("mapped by this process", _mapped),
-    ("loaded by this process", _loaded_by_name),
-    ("cuda.pathfinder", _by_pathfinder),
-    ("nvidia packages", _in_packages),
-    ("the system's loader", _by_name),
-)
+        return str(load_nvidia_dynamic_lib("cudnn").abs_path or _CUDNN)
+    except (ImportError, RuntimeError, OSError) as e:
+        raise BackendUnavailableError(
+            f"cuDNN 9 ({_CUDNN}) was not found; {_INSTALL}. {type(e).__name__}: {e}"
+        ) from e
 
 
 def _check_version(cdll: ctypes.CDLL, path: str) -> int:
@@ -181,34 +117,18 @@ def _require_cublaslt(cdll: ctypes.CDLL, path: str) -> None:
     """
     cuda = _number(cdll, path, "cudnnGetCudartVersion") // 1000
     name = f"libcublasLt.so.{cuda}"
-    for find in (
-        _loaded_by_name,
-        _beside(path),
-        _by_pathfinder,
-        _in_packages,
-        _by_name,
-    ):
-        for candidate in find(name):
-            with suppress(OSError):
-                ctypes.CDLL(candidate)
-                return
+    here = Path(path).parent
+    wheels = here, here / "../../cublas/lib", here / "../../cu13/lib"
+    # Loaded already, known to the system's loader, or beside the wheel of cuDNN.
+    for candidate in (name, *(str(folder / name) for folder in wheels)):
+        with suppress(OSError):
+            ctypes.CDLL(candidate)
+            return
     package = "nvidia-cublas-cu12" if cuda == 12 else "nvidia-cublas"
     raise BackendUnavailableError(
         f"cuDNN was found ({path}), but not {name}, which it needs; install it with: "
         f"pip install {package}"
     )
-
-
-def _beside(path: str) -> Callable[[str], Iterator[str]]:
-    """Return a search of the folders in which a cuDNN wheel expects other libraries."""
-
-    def find(name: str) -> Iterator[str]:
-        here = Path(path).parent
-        for folder in (here, here / "../../cublas/lib", here / "../../cu13/lib"):
-            if (folder / name).is_file():
-                yield str((folder / name).resolve())
-
-    return find
 
 
 # A `libcuda.so.1` that answers "no device", for machines without a driver.
