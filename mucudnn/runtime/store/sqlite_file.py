@@ -83,7 +83,6 @@ class RecordFile:
 
         The operation is one read or one `transaction`, so that nothing is done twice.
         """
-        contradicted = False
         with self._lock.value:
             self._notice_fork()
             if self._at_rest and self._path is not None:
@@ -96,13 +95,6 @@ class RecordFile:
                 # A DatabaseError, too, but a mistake of the caller, not of the file.
                 except sqlite3.ProgrammingError:
                     raise
-                except sqlite3.IntegrityError as e:
-                    # Rows were validated before, so a table and its index disagree.
-                    if self._path is None or contradicted:
-                        raise
-                    contradicted = True
-                    self._db.close()
-                    self._open(self._path, found=tables.UnusableError(str(e)))
                 except (sqlite3.DatabaseError, UnicodeDecodeError) as e:
                     if self._path is None:
                         raise

@@ -110,7 +110,7 @@ def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
     """Copy the sound entries of a possibly damaged database; return their number."""
     count = 0
     for *name, value, used_at in _readable(source):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, sqlite3.IntegrityError):
             insert(target, tuple(name), unseal(tuple(name), value), used_at)
             count += 1
     return count
