@@ -177,3 +177,8 @@ def break_index(file):
     assert at < page * size
     raw[at] ^= 1
     file.write_bytes(raw)
+
+
+def copied(copier, way, source, target, after=()):
+    """Start a single copy; return its ticket."""
+    return copier.prebind(way, source, target)(after)

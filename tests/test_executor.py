@@ -3,7 +3,6 @@ import time
 import weakref
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 
 import numpy as np
 import pytest
@@ -40,16 +39,12 @@ class LazyCopier:
         self.jobs = []
         self.done = 0
 
-    def out(self, source, target, after=()):
-        self.jobs.append((source, target, "out", tuple(after)))
-        return len(self.jobs) - 1
-
-    def back(self, source, target, after=()):
-        self.jobs.append((source, target, "in", tuple(after)))
-        return len(self.jobs) - 1
-
     def prebind(self, way, source, target):
-        return partial(getattr(self, way), source, target)
+        def start(after=()):
+            self.jobs.append((source, target, way, tuple(after)))
+            return len(self.jobs) - 1
+
+        return start
 
     def wait(self, ticket):
         if self.jobs[ticket] is None:

@@ -193,7 +193,7 @@ def slow(source, target):
 
 copier = CpuCopier(slow)
 a, b = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
-pending = copier.out(a, b)
+pending = copier.prebind("out", a, b)()
 began.wait()
 
 def act():
@@ -205,7 +205,7 @@ def act():
         raise AssertionError("waited for what is not made")
     end.set()
     c = np.zeros(8, np.uint8)
-    copier.wait(copier.out(a, c))
+    copier.wait(copier.prebind("out", a, c)())
     copier.finish()
     assert (c == a).all()
     copier.close()

@@ -23,6 +23,7 @@ from mucudnn.runtime.executor.tiers import TierChoice, Tiers, parse_tiers
 from mucudnn.runtime.profiling.links import measured_tiers
 from mucudnn.runtime.training.budget import MemoryBudget
 from tests.cupy_fake import StrictCupy
+from tests.doubles import copied
 from tests.swapping import Bench, same
 from tests.test_hosted_state import history, trainer, within, without_budget
 
@@ -259,7 +260,7 @@ def test_a_segment_holds_what_is_copied_there():
     copier = segment.copier(device)
     here, there = device.allocate(nbytes), segment.view(0, nbytes)
     here[:] = 7
-    copier.wait(copier.out(here, there))
+    copier.wait(copied(copier, "out", here, there))
     assert (there == 7).all()
     copier.close()
     segment.close()
@@ -320,9 +321,9 @@ def test_memory_of_another_gpu():
     here.set(np.arange(32, dtype=np.uint8))
     copier = peer.copier(None)
     away = peer.view(32, 32)
-    out = copier.out(here, away)
+    out = copied(copier, "out", here, away)
     back = cupy.empty(32, "uint8")
-    copier.wait(copier.back(away, back, [out]))
+    copier.wait(copied(copier, "back", away, back, [out]))
     copier.finish()
     assert (back.get() == np.arange(32)).all()
     copier.close()

@@ -138,24 +138,15 @@ class Copier(Protocol):
 
     A copy starts once the work launched so far on the calling thread's compute queue,
     the copies in `after` and the earlier ones in its own queue are done. Source and
-    target have the same size in bytes and are kept alive until it is done. Methods but
-    `close` raise BackendError if a copy cannot be started, or an earlier one failed.
+    target have the same size in bytes. Methods but `close` raise BackendError if a copy
+    cannot be started, or an earlier one failed.
     """
 
-    def out(
-        self, source: Array, target: Buffer, after: Sequence[Ticket] = ()
-    ) -> Ticket:
-        """Start a copy to the host."""
-
-    def back(
-        self, source: Buffer, target: Array, after: Sequence[Ticket] = ()
-    ) -> Ticket:
-        """Start a copy from the host."""
-
     def prebind(self, way: Way, source: Any, target: Any) -> Start:
-        """Return a function that starts a repeated copy, with everything prepared.
+        """Return a function that starts a copy to the host (`out`) or `back`.
 
-        Its holder keeps source and target alive until the copy is done.
+        Everything is prepared, so it may be called again and again. Its caller keeps
+        source and target alive until the copy is done.
         """
 
     def wait(self, ticket: Ticket) -> None:

@@ -205,16 +205,6 @@ class VirtualCopier:
         self._free: dict[Way, Fraction] = dict.fromkeys(device.rates, Fraction(0))
         self._closed = False
 
-    def out(self, source: Any, target: Any, after: Sequence[Fraction] = ()) -> Fraction:
-        """Simulate a copy to the host."""
-        return self._start("out", source, target, after)
-
-    def back(
-        self, source: Any, target: Any, after: Sequence[Fraction] = ()
-    ) -> Fraction:
-        """Simulate a copy from the host."""
-        return self._start("back", source, target, after)
-
     def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that simulates this copy."""
         return partial(self._start, way, source, target)

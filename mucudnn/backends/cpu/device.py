@@ -97,21 +97,10 @@ class CpuCopier:
         self._last: dict[str, CpuTicket] = {}
         weakref.finalize(self, self._state.stop)
 
-    def out(
-        self, source: Any, target: Any, after: Sequence[CpuTicket] = ()
-    ) -> CpuTicket:
-        """Copy to other memory that represents the host."""
-        return self._start("to the host", source, target, after)
-
-    def back(
-        self, source: Any, target: Any, after: Sequence[CpuTicket] = ()
-    ) -> CpuTicket:
-        """Copy from memory that represents the host."""
-        return self._start("from the host", source, target, after)
-
     def prebind(self, way: Way, source: Any, target: Any) -> Start:
         """Return a function that starts this copy; nothing is prepared."""
-        return partial(self.out if way == "out" else self.back, source, target)
+        what = "to the host" if way == "out" else "from the host"
+        return partial(self._start, what, source, target)
 
     def wait(self, ticket: CpuTicket) -> None:
         """Wait for a copy: on the CPU the host is the compute queue."""
@@ -135,7 +124,7 @@ class CpuCopier:
         self._threads.value.clear()
 
     def _start(
-        self, what: str, source: Any, target: Any, after: Sequence[CpuTicket]
+        self, what: str, source: Any, target: Any, after: Sequence[CpuTicket] = ()
     ) -> CpuTicket:
         self._check()
         if self._state.stopped.is_set():

@@ -4,15 +4,11 @@ The event that a copy waits for is recorded on the compute stream, which is look
 before anything touches a copy stream: inside a copy stream's context "the current
 stream" would be the copy stream itself, and the wait would have no effect.
 
-A copy takes its events from a pool. A bound copy keeps them, and records them anew at
-every start: waiting for one means waiting for the latest start. `finish` returns those
-of other copies. Until then the copier holds their sources and targets, as CuPy keeps
-neither alive for a copy. If `finish` is never called, the oldest completed copies are
-released.
+A copy has events of its own, which it records anew at every start: waiting for it means
+waiting for the latest start.
 """
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +18,10 @@ from typing import Any
 from mucudnn.backends.device import Start, Way
 from mucudnn.errors import BackendError, OutOfMemoryError
 
-_MOST_HELD = 512  # copies whose arrays are kept alive
-
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Arguments of an asynchronous copy, its two events, and arrays to keep alive."""
+    """Arguments of an asynchronous copy, its two events, and its arrays."""
 
     stream: int
     arguments: tuple[int, int, int, int, int]
@@ -56,20 +50,13 @@ class CudaCopier:
         ):
             self._out = cupy.cuda.Stream(non_blocking=True)
             self._in = cupy.cuda.Stream(non_blocking=True)
-        self._free: list[Any] = []
-        self._held: deque[_Copy] = deque()
         self._closed = False
 
-    def out(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
-        """Copy a CuPy array into host memory, which blocks the host unless pinned."""
-        return self._once("out", source, target, after)
-
-    def back(self, source: Any, target: Any, after: Sequence[Any] = ()) -> Any:
-        """Copy host memory into a CuPy array; blocks the host unless pinned."""
-        return self._once("back", source, target, after)
-
     def prebind(self, way: Way, source: Any, target: Any) -> Start:
-        """Return a function that starts this copy with five CUDA calls."""
+        """Return a function that starts this copy with five CUDA calls.
+
+        It blocks the host if host memory is not pinned.
+        """
         return partial(self._launch, self._prepare(way, source, target))
 
     def wait(self, ticket: Any) -> None:
@@ -85,9 +72,6 @@ class CudaCopier:
             self._runtime.streamSynchronize(self._compute())
             self._out.synchronize()
             self._in.synchronize()
-        for held in self._held:
-            self._free += (held.computed, held.done)
-        self._held.clear()
 
     def close(self) -> None:
         """Wait for the launched copies, which cannot be cancelled."""
@@ -96,16 +80,6 @@ class CudaCopier:
             # If the device is lost, so is every copy.
             with contextlib.suppress(self._runtime.CUDARuntimeError):
                 stream.synchronize()
-        self._free.clear()
-        self._held.clear()
-
-    def _once(self, way: Way, source: Any, target: Any, after: Sequence[Any]) -> Any:
-        # Drop old completed copies; their tickets stay valid.
-        while len(self._held) > _MOST_HELD and self._held[0].done.done:
-            self._free.append(self._held.popleft().computed)
-        copy = self._prepare(way, source, target)
-        self._held.append(copy)
-        return self._launch(copy, after)
 
     def _prepare(self, way: Way, source: Any, target: Any) -> _Copy:
         if source.nbytes != target.nbytes:
@@ -122,7 +96,8 @@ class CudaCopier:
             kind = self._runtime.memcpyDefault
         arguments = *addresses, source.nbytes, kind, stream
         with _cuda_errors(self._cupy, "making events for copies"):
-            events = self._event(), self._event()
+            event = partial(self._cupy.cuda.Event, disable_timing=True)
+            events = event(), event()
         return _Copy(stream, arguments, *events, (source, target))
 
     def _launch(self, copy: _Copy, after: Sequence[Any] = ()) -> Any:
@@ -146,11 +121,6 @@ class CudaCopier:
         """Return the address of memory outside this GPU."""
         address: int = away.data.ptr if self._peer else away.ctypes.data
         return address
-
-    def _event(self) -> Any:
-        if self._free:
-            return self._free.pop()
-        return self._cupy.cuda.Event(disable_timing=True)
 
 
 @contextmanager

@@ -236,9 +236,8 @@ class Executor:
             device = self._memory.bytes_of(self._memory.byte_range(name, 0))
             slot = self._host_buffers[name]
             ends = device, slot.buffer
-            self._copies.start(
-                way, number, *(ends if way == "out" else ends[::-1]), slot.link
-            )
+            ends = ends if way == "out" else ends[::-1]
+            self._copies.bound(way, number, *ends, (), slot.link)()
         self._copies.finish()
 
     def close(self) -> None:

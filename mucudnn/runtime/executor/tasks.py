@@ -309,14 +309,6 @@ class Copies:
 
         return start
 
-    def start(
-        self, way: Way, number: int, source: Array, target: Array, link: int = 0
-    ) -> None:
-        """Start a single copy as `number`."""
-        copier = self._opened(link)
-        ticket = (copier.out if way == "out" else copier.back)(source, target)
-        self._tickets[number] = self._latest[way, link] = copier, ticket
-
     def wait(self, number: int) -> None:
         """Make the compute stream wait for a copy."""
         if number in self._tickets:

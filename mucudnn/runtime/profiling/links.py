@@ -9,12 +9,13 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from mucudnn.backends import Device, get_backend
 from mucudnn.backends.base import Backend
-from mucudnn.backends.device import Array, Buffer, Tier
+from mucudnn.backends.device import Array, Buffer, Start, Tier
 from mucudnn.errors import OutOfMemoryError, UnsupportedError
 from mucudnn.ir.channels_last import operands_of
 from mucudnn.ir.conv import ConvPlan
@@ -195,15 +196,17 @@ def link_rates(device: Device, buffer: Array, tier: Tier) -> tuple[float, float]
     rule = StoppingRule(min_samples=3, max_samples=5)
     copier = tier.copier(device)
 
-    def out() -> None:
+    def run(starts: Sequence[Start]) -> None:
         # Copies of a queue run in order, so waiting for the last one is enough.
-        copier.wait([copier.out(buffer, host) for host in hosts][-1])
-
-    def back() -> None:
-        copier.wait([copier.back(host, buffer) for host in hosts][-1])
+        copier.wait([start() for start in starts][-1])
 
     try:
-        taken_ms = [measure(run, device, rule).time_ms for run in (out, back)]
+        ways = (
+            [copier.prebind("out", buffer, host) for host in hosts],
+            [copier.prebind("back", host, buffer) for host in hosts],
+        )
+        runs = (partial(run, starts) for starts in ways)
+        taken_ms = [measure(each, device, rule).time_ms for each in runs]
     finally:
         copier.close()
     out_rate, in_rate = (copies * nbytes / max(ms, 1e-9) for ms in taken_ms)

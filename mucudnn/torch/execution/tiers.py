@@ -119,14 +119,14 @@ class TierCopies:
     def prefetch(self, offloaded: OffloadedStorage) -> torch.Tensor:
         """Begin to copy an offloaded storage back; return its new bytes."""
         found = torch.empty(offloaded.host.numel(), dtype=torch.uint8, device="cpu")
-        host, after = offloaded.host.numpy(), _after(offloaded)
-        offloaded.done = offloaded.copier.back(host, found.numpy(), after)
+        start = offloaded.copier.prebind("back", offloaded.host.numpy(), found.numpy())
+        offloaded.done = start(_after(offloaded))
         return found
 
     def write_back(self, tensor: torch.Tensor, offloaded: OffloadedStorage) -> None:
         """Begin to copy the storage of a tensor to the bytes that it came from."""
-        host, after = offloaded.host.numpy(), _after(offloaded)
-        offloaded.done = offloaded.copier.out(bytes_of(tensor).numpy(), host, after)
+        ends = bytes_of(tensor).numpy(), offloaded.host.numpy()
+        offloaded.done = offloaded.copier.prebind("out", *ends)(_after(offloaded))
 
     def on_host(self, host: torch.Tensor, storage: str) -> OffloadedStorage:
         """Return a storage that is in a tier, with no copy in flight."""
