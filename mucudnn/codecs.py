@@ -23,7 +23,21 @@ _LARGEST = 2**63 - 1
 _OPTIONAL: Mapping[object, Mapping[str, Any]] = {ConvPlan: {"workspace_limit": None}}
 """Members that older files lack, with defaults; None is not written."""
 
-_LEAST = {"batch": 1, "time_ms": 0, "workspace": 0, "noise_ms": 0, "samples": 0}
+LATEST = 253_402_300_799.0
+"""Last second of the year 9999 in seconds since 1970, the limit of calendars."""
+
+LONGEST_MS = 1e12
+"""Longest time in milliseconds (30 years), so that sums of times stay finite."""
+
+_TIME = (0, LONGEST_MS)
+_RANGES: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("batch", "split_alignment"), (1, math.inf)),
+    **dict.fromkeys(("workspace", "samples", "memory_bytes"), (0, math.inf)),
+    **dict.fromkeys(("time_ms", "noise_ms", "first_ms", "second_ms"), _TIME),
+    "ratio": (0, 1e9),
+    "measured_at": (0, LATEST),
+}
+"""Least and greatest values of members, by their names."""
 
 
 def perf_to_dict(perf: AlgoPerf) -> dict[str, Any]:
@@ -108,9 +122,8 @@ def decode_perf(where: str, data: object) -> AlgoPerf:
             raise ValueError(f"{where}.time_ms: must be null, the row has an error")
         members = members | {"time_ms": 0.0}
     perf = decode_fields(where, AlgoPerf, members)
-    for name, least in _LEAST.items():
-        if (value := getattr(perf, name)) < least:
-            raise ValueError(f"{where}.{name}: {value} is below {least}")
+    for name in ("batch", "time_ms", "workspace", "noise_ms", "samples"):
+        _check_range(where, name, getattr(perf, name))
     return dataclasses.replace(perf, time_ms=math.inf) if failed else perf
 
 
@@ -269,18 +282,12 @@ def list_of(where: str, data: Any) -> list[Any]:
 # or rejected here, so that later code can rely on valid times and names.
 
 
-LATEST = 253_402_300_799.0
-"""Last second of the year 9999 in seconds since 1970, the limit of calendars."""
-
-LONGEST_MS = 1e12
-"""Longest time in milliseconds (30 years), so that sums of times stay finite."""
-
 LayerAt = Callable[[int], ConvProblem]
 """Function from a batch size to the convolution."""
 
 _EXTRA = {"measured_at": float, "version": str}
-
-_LARGEST_RATIO = 1e9
+_VERDICT = {"batch": int, "signature": str, "ratio": float}
+_RACE = {"raced": str, "first_ms": float, "second_ms": float, "measured_at": float}
 
 
 def decode_row(
@@ -292,15 +299,9 @@ def decode_row(
     """
     members = object_of(where, data)
     extra = {name: members[name] for name in _EXTRA if name in members}
-    values = members_of(where, extra, tuple(_EXTRA))
-    measured_at, version = (
-        decode(f"{where}.{name}", hint, value)
-        for (name, hint), value in zip(_EXTRA.items(), values, strict=True)
-    )
-    _check_stamp(where, measured_at)
+    measured_at, version = decode_members(where, extra, _EXTRA)
     rest = {name: value for name, value in members.items() if name not in _EXTRA}
     perf = decode_perf(where, rest)
-    check_times(where, perf)
     return Measurement(
         fingerprint=decode(f"{where}.fingerprint", str, fingerprint),
         problem=layer_at(perf.batch),
@@ -310,66 +311,49 @@ def decode_row(
     )
 
 
-def check_times(where: str, perf: AlgoPerf) -> None:
-    """Raise a `ValueError` if a time is out of range; failed rows have none."""
-    times = {"noise_ms": perf.noise_ms}
-    if perf.error is None:
-        times["time_ms"] = perf.time_ms
-    for name, ms in times.items():
-        if ms > LONGEST_MS:
-            raise ValueError(f"{where}.{name}: {ms} is above {LONGEST_MS:g}")
-
-
 def decode_verdict(
     where: str, fingerprint: object, layer_at: LayerAt, data: object
 ) -> Verdict:
     """Decode the verdict on a plan; see `decode_row`."""
-    batch, plans, ratio = members_of(where, data, ("batch", "signature", "ratio"))
-    found = Verdict(
+    batch, plans, ratio = decode_members(where, data, _VERDICT)
+    return Verdict(
         fingerprint=decode(f"{where}.fingerprint", str, fingerprint),
-        problem=layer_at(count_of(f"{where}.batch", batch)),
-        signature=decode(f"{where}.signature", str, plans),
-        ratio=decode(f"{where}.ratio", float, ratio),
+        problem=layer_at(batch),
+        signature=plans,
+        ratio=ratio,
     )
-    if found.ratio < 0:
-        raise ValueError(f"{where}.ratio: {found.ratio} is below 0")
-    if found.ratio > _LARGEST_RATIO:
-        raise ValueError(f"{where}.ratio: {found.ratio} is above {_LARGEST_RATIO:g}")
-    return found
 
 
 def decode_race(where: str, fingerprint: object, data: object) -> Race:
     """Decode a race; see `decode_row`."""
-    names = ("raced", "first_ms", "second_ms", "measured_at")
-    raced, *times, measured_at = members_of(where, data, names)
-    first, second = (
-        decode(f"{where}.{name}", float, ms)
-        for name, ms in zip(names[1:3], times, strict=True)
-    )
-    for name, ms in zip(names[1:3], (first, second), strict=True):
-        if not 0 <= ms <= LONGEST_MS:
-            raise ValueError(f"{where}.{name}: {ms} is not from 0 to {LONGEST_MS:g}")
-    stamp: float = decode(f"{where}.measured_at", float, measured_at)
-    _check_stamp(where, stamp)
+    raced, first, second, measured_at = decode_members(where, data, _RACE)
     return Race(
         fingerprint=decode(f"{where}.fingerprint", str, fingerprint),
-        raced=decode(f"{where}.raced", str, raced),
+        raced=raced,
         times_ms=(first, second),
-        measured_at=stamp,
+        measured_at=measured_at,
     )
 
 
-def _check_stamp(where: str, measured_at: float) -> None:
-    if not 0 <= measured_at <= LATEST:
-        raise ValueError(
-            f"{where}.measured_at: {measured_at} is not from 0 to {LATEST:.0f}, "
-            "seconds from the year 1970 to 9999"
-        )
+def decode_members(
+    where: str, data: object, kinds: Mapping[str, type]
+) -> tuple[Any, ...]:
+    """Return the members of an object, of these types and in their ranges."""
+    values = zip(kinds.items(), members_of(where, data, tuple(kinds)), strict=True)
+    return tuple(decode_in_range(where, *kind, value) for kind, value in values)
 
 
-def count_of(where: str, data: Any) -> int:
-    """Decode an integer of at least 1."""
-    number: int = decode(where, int, data)
-    if number < 1:
-        raise ValueError(f"{where}: {number} is below 1")
-    return number
+def decode_in_range(where: str, name: str, kind: Any, value: object) -> Any:
+    """Decode one member, which is in its range."""
+    found = decode(f"{where}.{name}", kind, value)
+    if name in _RANGES:
+        _check_range(where, name, found)
+    return found
+
+
+def _check_range(where: str, name: str, value: Any) -> None:
+    least, most = _RANGES[name]
+    if value < least:
+        raise ValueError(f"{where}.{name}: {value} is below {least}")
+    if value > most:
+        raise ValueError(f"{where}.{name}: {value} is above {most:g}")

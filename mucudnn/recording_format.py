@@ -31,8 +31,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mucudnn.codecs import (
-    count_of,
     decode,
+    decode_in_range,
     decode_layer,
     decode_race,
     decode_row,
@@ -203,7 +203,7 @@ def _decode_devices(data: bytes) -> list[_Device]:
             where, entry, _DEVICE, {"split_alignment": None, "races": []}
         )
         if alignment is not None:
-            alignment = count_of(f"{where}.split_alignment", alignment)
+            alignment = decode_in_range(where, "split_alignment", int, alignment)
         at = f"{where}.environment"
         environment = object_of(at, environment)
         fingerprint = decode(f"{where}.fingerprint", str, name)
@@ -287,7 +287,7 @@ def read_step_table(text: str) -> tuple[StepTable, int | None]:
             points.append(StepPoint(*found))
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from e
-    nbytes = decode("memory_bytes", int | None, memory)
-    if nbytes is not None and nbytes < 0:
-        raise ValueError(f"memory_bytes: {nbytes} is below 0")
+    nbytes = None
+    if memory is not None:
+        nbytes = decode_in_range("table", "memory_bytes", int, memory)
     return StepTable(decode("device", str, device), tuple(points)), nbytes

@@ -258,7 +258,7 @@ def test_every_truncation_is_refused(compress):
         ((*SECOND_VERDICT, "ratio"), None, r"verdicts\[1\].ratio: None"),
         ((*SECOND_VERDICT, "signature"), 5, r"verdicts\[1\].signature: 5"),
         ((*SECOND_VERDICT, "more"), 5, r"verdicts\[1\].more: unknown"),
-        ((*SECOND_RACE, "first_ms"), -1.0, r"races\[1\].first_ms: -1.0 is not from 0"),
+        ((*SECOND_RACE, "first_ms"), -1.0, r"races\[1\].first_ms: -1.0 is below 0"),
         (
             (*SECOND_RACE, "second_ms"),
             "1",

@@ -22,7 +22,6 @@ import platformdirs
 from mucudnn.arguments import check_path
 from mucudnn.codecs import (
     LayerAt,
-    check_times,
     decode,
     decode_race,
     decode_row,
@@ -260,9 +259,6 @@ class BenchmarkCache:
         Raises:
             ValueError: A number in them is negative, not finite or out of all bounds.
         """
-        perfs = tuple(perfs)
-        for perf in perfs:
-            check_times(perf.algo, perf)
         key, now = problem_key(problem), time.time()
         self._write(
             _perf_item(
