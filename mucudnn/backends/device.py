@@ -126,6 +126,26 @@ class Tier(Protocol):
         """Free the memory once no view is left; may be called again."""
 
 
+class Slab:
+    """An offload target of one allocation, to which the device's own copier copies."""
+
+    def __init__(self, name: str, slab: Buffer, nbytes: int) -> None:
+        self.name, self.nbytes = name, nbytes
+        self._slab = slab
+
+    def view(self, offset: int, nbytes: int) -> Buffer:
+        """Return a slice of the slab."""
+        return self._slab[offset : offset + nbytes]
+
+    def copier(self, device: Device) -> "Copier":
+        """Return the device's own copier."""
+        return device.copier()
+
+    def close(self) -> None:
+        """Drop the slab."""
+        self._slab = None
+
+
 class Start(Protocol):
     """A function that starts one fixed copy, after the copies `after`."""
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from mucudnn.backends.device import Copier, Device, Start, Way
+from mucudnn.backends.device import Slab, Start, Way
 from mucudnn.backends.plan_runner import Call
 from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.conv import ConvProblem
@@ -155,9 +155,9 @@ class VirtualDevice:
         """Return two copy engines on this device's clock."""
         return VirtualCopier(self)
 
-    def peer(self, index: int, nbytes: int) -> "VirtualPeer":
-        """Return virtual memory of another virtual device."""
-        return VirtualPeer(f"peer:{index}", nbytes)
+    def peer(self, index: int, nbytes: int) -> Slab:
+        """Return virtual memory of another device, as far away as the host's."""
+        return Slab(f"peer:{index}", VirtualArray((nbytes,)), nbytes)
 
 
 def run_kernel(
@@ -176,25 +176,6 @@ def run_kernel(
     The library's method `kernel` prepares the kernel.
     """
     self.kernel(problem, algo)(a, b, out, workspace, accumulate)
-
-
-@dataclass(frozen=True, slots=True)
-class VirtualPeer:
-    """Virtual memory of another device, behind links as fast as those to the host."""
-
-    name: str
-    nbytes: int
-
-    def view(self, offset: int, nbytes: int) -> VirtualArray:
-        """Return an array of this size."""
-        return VirtualArray((nbytes,))
-
-    def copier(self, device: Device) -> Copier:
-        """Return two further copy engines."""
-        return device.copier()
-
-    def close(self) -> None:
-        """Do nothing: no memory is held."""
 
 
 class VirtualCopier:

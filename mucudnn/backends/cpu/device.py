@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mucudnn.backends.cpu.threads import numpy_blas
-from mucudnn.backends.device import Copier, Device, Start, Way
+from mucudnn.backends.device import Slab, Start, Way
 from mucudnn.errors import (
     BackendError,
     BackendUnavailableError,
@@ -384,7 +384,7 @@ _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class DiskTier:
+class DiskTier(Slab):
     """A memory-mapped anonymous file, which disappears with the mapping.
 
     The file has its full size from the start, so that a full disk raises an error
@@ -402,8 +402,6 @@ class DiskTier:
         self, nbytes: int, folder: str | Path | None = None, name: str = ""
     ) -> None:
         where = Path(tempfile.gettempdir() if folder is None else folder)
-        self.name = name or f"a file in {where}"
-        self.nbytes = nbytes
         try:
             with tempfile.TemporaryFile(dir=where, prefix="mucudnn-") as file:
                 _reserve(file.fileno(), max(1, nbytes), where)
@@ -412,19 +410,8 @@ class DiskTier:
             raise ValueError(
                 f"cannot create a file in {where}: {e.strerror}; name a writable folder"
             ) from e
-        self._bytes: Any = np.frombuffer(mapping, np.uint8)
-
-    def view(self, offset: int, nbytes: int) -> Any:
-        """Return a slice of the mapping."""
-        return self._bytes[offset : offset + nbytes]
-
-    def copier(self, device: Device) -> Copier:
-        """Return the device's own copier, as the file is mapped into memory."""
-        return device.copier()
-
-    def close(self) -> None:
-        """Drop the mapping."""
-        self._bytes = None
+        slab = np.frombuffer(mapping, np.uint8)
+        super().__init__(name or f"a file in {where}", slab, nbytes)
 
 
 def _reserve(file: int, nbytes: int, where: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from mucudnn.backends.cuda.copies import CudaCopier, CudaStepIO, pinned
 from mucudnn.backends.cuda.kernels.launch import Program
 from mucudnn.backends.cuda.loading import release_text, with_install_hints
-from mucudnn.backends.device import Copier, Device
+from mucudnn.backends.device import Copier, Device, Slab
 from mucudnn.errors import (
     BackendError,
     BackendUnavailableError,
@@ -279,7 +279,7 @@ def _cuda_version(number: int) -> str:
 # driver stages them. This has not run on two GPUs yet.
 
 
-class PeerMemory:
+class PeerMemory(Slab):
     """A slab of memory on GPU `peer` for computing GPU `index`; see `Device.peer`."""
 
     def __init__(
@@ -291,28 +291,19 @@ class PeerMemory:
             raise ValueError(
                 f"peer:{peer} is not another GPU: this is number {index} of {count}"
             )
-        self.name = f"peer:{peer}"
-        self.nbytes = nbytes
         self._cupy, self._index, self._compute = cupy, index, compute
         with cupy.cuda.Device(index), suppress(runtime.CUDARuntimeError):
             if runtime.deviceCanAccessPeer(index, peer):
                 runtime.deviceEnablePeerAccess(peer)  # fails if already enabled
         try:
             with cupy.cuda.Device(peer):
-                self._slab = cupy.empty(nbytes, "uint8")
+                slab = cupy.empty(nbytes, "uint8")
         except cupy.cuda.memory.OutOfMemoryError as e:
             raise OutOfMemoryError(
-                f"no room for {format_bytes(nbytes)} on {self.name}: {e}"
+                f"no room for {format_bytes(nbytes)} on peer:{peer}: {e}"
             ) from e
-
-    def view(self, offset: int, nbytes: int) -> Any:
-        """Return a slice of the slab."""
-        return self._slab[offset : offset + nbytes]
+        super().__init__(f"peer:{peer}", slab, nbytes)
 
     def copier(self, device: Device) -> Copier:
         """Return two copy streams of the computing GPU."""
         return CudaCopier(self._cupy, self._index, self._compute, peer=True)
-
-    def close(self) -> None:
-        """Release the slab."""
-        self._slab = None

@@ -15,7 +15,7 @@ from typing import Literal
 
 from mucudnn.backends import Device
 from mucudnn.backends.cpu.device import DiskTier, file_size_limit
-from mucudnn.backends.device import Buffer, Copier, Tier
+from mucudnn.backends.device import Buffer, Copier, Slab, Tier
 from mucudnn.errors import OutOfMemoryError
 from mucudnn.ir.profile import TierPlacement
 from mucudnn.ir.sizes import format_bytes, parse_bytes, parse_integer
@@ -24,25 +24,11 @@ from mucudnn.passes.placement.packing import Block, pack
 from mucudnn.runtime.executor.tasks import ByteRange
 
 
-class HostTier:
+class HostTier(Slab):
     """One slab of host memory, pinned where the device requires it."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self.name = "host memory"
-        self.nbytes = nbytes
-        self._slab: Buffer = device.host(nbytes)
-
-    def view(self, offset: int, nbytes: int) -> Buffer:
-        """Return a slice of the slab."""
-        return self._slab[offset : offset + nbytes]
-
-    def copier(self, device: Device) -> Copier:
-        """Return the device's own copier."""
-        return device.copier()
-
-    def close(self) -> None:
-        """Drop the slab."""
-        self._slab = None
+        super().__init__("host memory", device.host(nbytes), nbytes)
 
 
 @dataclass(frozen=True, slots=True)
