@@ -12,7 +12,7 @@ from mucudnn.ir.optimizers import Adam, Sgd
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
-from mucudnn.passes.liveness import dependencies, live_at_end, live_ranges, rounded
+from mucudnn.passes.liveness import dependencies, live_at_end, rounded
 from mucudnn.passes.ordering import ORDERS, Footprint, depth_first, least_peak
 from tests.examples import examples
 from tests.graphs import NETWORKS, Symbols, chain, graphs, scratch
@@ -65,20 +65,6 @@ def test_a_graph_without_nodes():
     }
     assert peak_bytes(Graph(tensors, (), ())) == 12
     assert memory_curve(Graph(tensors, (), ())) == ()
-
-
-def test_views_keep_the_storage_alive():
-    b = GraphBuilder()
-    x = b.input("x", (2, 3))
-    y = b.scale(x, 2.0)
-    view = b.reshape(y, (6,))
-    z = b.scale(x, 3.0)
-    graph = b.build(b.scale(view, 2.0), z)
-    ranges = live_ranges(graph)
-    assert view not in ranges
-    assert (ranges[y].first, ranges[y].last) == (0, 3)
-    assert (ranges[x].first, ranges[x].last) == (0, 2)
-    assert ranges[z].last == len(graph.nodes)
 
 
 def test_gradients_live_to_the_end_unless_an_update_uses_them():

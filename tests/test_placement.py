@@ -149,15 +149,6 @@ def test_fixing_all_blocks_where_they_were_put_changes_nothing(some, work):
     assert pack(some, fixed=packing.offsets, work=work) == packing
 
 
-def test_a_hole_below_and_between_fixed_blocks_is_used():
-    fixed = {"a": 4, "b": 12}
-    some = [Block("a", 4, 0, 9), Block("b", 4, 0, 9)]
-    some += [Block("below", 4, 0, 9), Block("between", 4, 3, 5)]
-    packing = pack(some, fixed=fixed)
-    assert packing.nbytes == 16
-    assert {packing.offsets["below"], packing.offsets["between"]} == {0, 8}
-
-
 def test_both_ends_of_what_outlives_the_program_keep_their_place():
     """As a storage that is there from one run of a program to the next."""
     some = [Block("end", 6, 80, 99), Block("begin", 6, 0, 20)]

@@ -370,23 +370,6 @@ def test_no_step_is_faster_than_its_bound(data, scheduler):
             assert one.stop_ms <= two.start_ms + slack
 
 
-@examples(40)
-@given(data=st.data())
-def test_a_step_without_copies_is_the_sum_of_its_nodes(data):
-    graph = data.draw(training_graphs())
-    profile = data.draw(profiles(graph))
-    plan = plan_residency(
-        StepRequest(graph, profile, budget=math.inf, convolutions="fastest"), {}
-    )
-    total = math.fsum(
-        plan.plans[n.name].time_ms if n.op == "conv" else profile.node_ms[n.name]
-        for n in graph.nodes
-    )
-    assert plan.prediction.step_ms == pytest.approx(total)
-    assert plan.prediction.stalls_ms == {"operand": 0.0, "memory": 0.0}
-    assert plan.prediction.out_bytes == plan.prediction.in_bytes == 0
-
-
 # The time of a step from its intervals, against its simulated program.
 
 

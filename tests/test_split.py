@@ -193,11 +193,6 @@ def test_filter_gradients_are_added_up_by_the_convolution_itself():
     assert {cut.storages[name] for name in cut.gradients.values()} < set(cut.tensors)
 
 
-def test_no_more_parts_than_samples():
-    cut = split_batch(layers(2), 8)
-    assert cut.nodes == split_batch(layers(2), 2).nodes
-
-
 def test_what_is_not_known_stays_whole():
     graph = layers(6)
     nodes = tuple(
