@@ -154,10 +154,3 @@ def test_old_rows_count_only_where_they_were_used(tmp_path):
     for problems, tables, since in (([problem(8)], [], later), ([], [table], 0.0)):
         with pytest.raises(CacheError, match="nothing was measured"):
             record_run(file, tuner, problems, tables, since)
-
-
-def test_a_run_without_measurements_writes_nothing(tmp_path):
-    file = tmp_path / "out.json"
-    with pytest.raises(CacheError, match="nothing was measured"):
-        record_run(file, Tuner(backend="null"), [problem(8)], [], 0.0)
-    assert not file.exists()

@@ -121,15 +121,6 @@ def test_what_no_memory_is_left_for_has_a_reason():
     assert "memory limit" in outcome.reason
 
 
-def test_without_time_every_layer_has_a_reason():
-    layers = [layer(64, k) for k in (1, 2, 3)]
-    result = compare(null_tuner(), layers, [64 * KIB], time_limit_s=1e-9)
-    assert len(result.layers) == 3
-    for found in result.layers:
-        assert found.outcomes[0].choice is None
-        assert "time limit" in found.outcomes[0].reason
-
-
 def test_interruption_keeps_what_was_done():
     tuner = failing_tuner(interrupt_k=9)
     layers = [layer(64, 8, "done"), layer(64, 9, "not"), layer(64, 7, "never")]

@@ -14,9 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn import Tuner, conv2d, conv_backward_data, conv_backward_filter
-from mucudnn.backends.cuda.conv import step_operands
 from mucudnn.backends.cuda.conv.graph_api import ALIGNMENT
-from mucudnn.backends.cuda.conv.launch import Operands
 from mucudnn.backends.cuda.descriptors import LiveSession
 from mucudnn.backends.cuda.libcudnn import PROTOTYPES, Cudnn, DescriptorType, Status
 from mucudnn.errors import (
@@ -26,7 +24,7 @@ from mucudnn.errors import (
     UnsupportedError,
     VerificationError,
 )
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction
+from mucudnn.ir.conv import Direction
 from mucudnn.ir.numerics import DOWN_CONVERT, NATIVE, TF32
 from mucudnn.passes.microbatch import aligned_batches, candidate_batches
 from mucudnn.runtime.store.measurements import BenchmarkCache
@@ -80,31 +78,6 @@ def test_each_micro_batch_is_one_call_on_its_own_slice(
     assert [e.beta for e in done] == [
         float(accumulate or (adds and i > 0)) for i in range(4)
     ]
-
-
-@given(
-    parts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    direction=st.sampled_from(Direction),
-    layout=st.sampled_from(["NCHW", "NHWC"]),
-    dtype=st.sampled_from(["float16", "float32", "float64"]),
-)
-@examples(60)
-def test_addresses_are_those_of_slices(parts, direction, layout, dtype):
-    problem = layer(sum(parts), direction, layout=layout, dtype=dtype)
-    steps = [AlgoPerf(algo="a", batch=n, time_ms=1.0, workspace=0) for n in parts]
-    a, b, out = (np.empty(s.shape, s.dtype) for s in problem.operands())
-    whole = Operands(a.ctypes.data, b.ctypes.data, out.ctypes.data, 7, 9)
-    plan = ConvPlan(problem, tuple(steps))
-    for window, _ in plan.slices():
-        x, y, z = a, b, out
-        match direction:
-            case Direction.BACKWARD_FILTER:
-                x, y = a[window], b[window]
-            case _:
-                x, z = a[window], out[window]
-        assert step_operands(plan, window.start, whole) == Operands(
-            x.ctypes.data, y.ctypes.data, z.ctypes.data, 7, 9
-        )
 
 
 @everywhere
@@ -233,33 +206,6 @@ def test_every_shape_reaches_the_library_intact(
         plan = plan_of(backend, problem, (algo, 1), (algo, problem.batch - 1))
         work.run(backend.bind(plan))
         assert work.right(), algo
-
-
-@everywhere
-@pytest.mark.parametrize(("layout", "accumulate"), [("NCHW", False), ("NHWC", True)])
-def test_the_public_functions(direction, layout, accumulate, backend, library):
-    problem = layer(8, direction, layout=layout)
-    work = Work(backend, problem)
-    options = {
-        "padding": 1,
-        "layout": layout,
-        "tuner": tuner_of(backend),
-        "accumulate": accumulate,
-        "out": work.out,
-    }
-    shape = problem.operands()[2].shape
-    for _ in range(2):
-        work.out.host[...] = work.before
-        match direction:
-            case Direction.FORWARD:
-                conv2d(work.a, work.b, **options)
-            case Direction.BACKWARD_DATA:
-                conv_backward_data(work.a, work.b, shape, **options)
-            case Direction.BACKWARD_FILTER:
-                conv_backward_filter(work.a, work.b, shape, **options)
-        assert work.right(accumulate)
-    last = library.executions[-2:]
-    assert [(e.algo[0], e.batch) for e in last] == [(1, 4), (1, 4)]
 
 
 @everywhere

@@ -7,7 +7,6 @@ import pickle
 import struct
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from tests.data_files import (
 )
 from tests.examples import examples
 
-ROOT = Path(__file__).parent.parent
 MANY = 300_000
 TUPLE = pickle.EMPTY_TUPLE + pickle.TUPLE1 * MANY
 LIST = pickle.EMPTY_LIST * MANY + pickle.APPEND * (MANY - 1)

@@ -34,7 +34,6 @@ from mucudnn.passes.graph.layouts import (
     transposed_bytes,
     with_channels_last,
 )
-from mucudnn.passes.graph.split_axis import along_height
 from mucudnn.passes.graph.training_step import StepChoices, StepRecipe, build_step
 from mucudnn.passes.graph.updates import with_computed_gradients
 from mucudnn.runtime.training.budget import MemoryBudget
@@ -250,14 +249,6 @@ def test_what_has_one_pixel_or_one_channel_is_turned_for_nothing():
         *["reshape"] * 4
     ]
     assert set(transposed_bytes(graph).values()) == {0, 2 * 4 * 2 * 3 * 16}
-
-
-def test_strips_need_channels_first():
-    g = GraphBuilder()
-    x = g.conv(g.input("image", (2, 3, 8, 8)), 3, 3, padding=1)
-    graph = with_channels_last(graph := g.build(g.relu(x)), channels_last_nodes(graph))
-    with pytest.raises(ValueError, match="use the layout NCHW"):
-        along_height(graph)
 
 
 # The choice.

@@ -9,16 +9,13 @@ import platform
 import struct
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-import mucudnn
 from mucudnn.backends.cuda.loading import MACHINES, release_text, stub_image
 from tests.commands import run_code
 
 HERE = MACHINES.get(platform.machine())
-ROOT = Path(mucudnn.__file__).parent.parent
 FUNCTIONS = ("cudnnGetVersion", "cudnnGetCudartVersion")
 LOAD = """
 import ctypes, logging, os, sys

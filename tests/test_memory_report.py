@@ -107,14 +107,6 @@ def test_the_highest_point_of_the_curve_is_the_schedules_peak(policy, scheduler)
     assert times[-1] <= found.prediction.step_ms + 1e-9
 
 
-def test_the_curve_ends_with_what_outlives_the_step():
-    found = plan()
-    intervals = memory_intervals(found)
-    left = sum(i.nbytes for i in intervals if i.kept)
-    assert memory_points(intervals)[-1][1] == left
-    assert sum(i.nbytes for i in intervals if i.persistent) <= left
-
-
 def test_an_offloaded_tensor_is_there_twice_and_never_at_the_same_time():
     found = plan("paging")
     by_name = {}

@@ -22,7 +22,6 @@ from tests.tables import (
     perf,
     perf_tables,
     problem,
-    realistic_table,
 )
 
 limits = st.integers(0, 9)
@@ -54,19 +53,6 @@ def test_pareto_plans_are_the_front(table, limit):
     for plan, point in zip(plans, front, strict=True):
         fewest = min(len(steps) for w, c, steps in every if (w, c) == point)
         assert len(plan.steps) == fewest
-
-
-@pytest.mark.parametrize("shape", ["affine", "waves", "sweet"])
-def test_front_and_reuse_agree_at_every_workspace(shape):
-    table, _ = realistic_table(1, 48, 6, shape, noise=0.02)
-    front = pareto_plans(table, 1 << 40)
-    assert len(front) > 5
-    for plan in front:
-        (same,) = workspace_reuse([table], plan.workspace)
-        assert (same.workspace, same.time_ms) == (plan.workspace, plan.time_ms)
-        if plan is not front[0]:
-            (less,) = workspace_reuse([table], plan.workspace - 1)
-            assert less.time_ms > plan.time_ms
 
 
 @given(perf_tables(noisy=True), limits, st.sampled_from([0.0, 0.05, 0.5]))

@@ -3,7 +3,6 @@
 import itertools
 from collections import defaultdict
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
 from mucudnn.backends.cpu.mapped_memory import CpuMapper
-from mucudnn.errors import BackendError, PlanningError, UnsupportedError
+from mucudnn.errors import BackendError, UnsupportedError
 from mucudnn.ir.devices import DEVICES
 from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.profile import ChunkCosts
@@ -23,16 +22,15 @@ from mucudnn.passes.graph.autodiff import training_graph
 from mucudnn.passes.graph.inplace import in_place
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT, rounded
-from mucudnn.passes.placement.fit_to_arena import _Arena, fit_to_arena
+from mucudnn.passes.placement.fit_to_arena import _Arena
 from mucudnn.passes.placement.layout import PageTable, lay_out, lives_of
 from mucudnn.passes.placement.packing import Shrinkable, place_shrinkable
 from mucudnn.passes.placement.paging import place_virtually
-from mucudnn.passes.planning.place_step import _CUTS, place_step
+from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest, plan_residency
 from mucudnn.passes.residency.policies import lru
 from mucudnn.passes.scheduling.intervals import ResidencyInterval
-from mucudnn.passes.scheduling.problem import state_bytes
 from mucudnn.passes.scheduling.schedulers import (
     Clock,
     earliest_ends,
@@ -119,12 +117,6 @@ def test_a_placed_step_says_what_it_is_in_a_line():
     assert "StepPlan(keep_all, timed: " in said
     assert said.endswith(" ms, 0 B out, 0 nodes again))")
     assert len(said) < 150
-
-
-def test_a_budget_below_everything_says_what_would_do(step):
-    graph, profile, least, _ = step
-    with pytest.raises(PlanningError, match="the least budget that works is"):
-        place_step(StepRequest(graph, profile, budget=least["planned"] - 1))
 
 
 @pytest.fixture(scope="module")
@@ -263,62 +255,6 @@ def test_copies_back_begin_as_late_as_their_link_admits():
         ResidencyInterval("b", 10, 0, 9, 0, 3, copied_out=True),
     ]
     assert earliest_ends(out, clock, 10.0) == {0: 5, 1: 6}
-
-
-@cache
-def step_of(model):
-    """Return a request without a budget, the least budget and the peak without one."""
-    graph = with_updates(training_graph(get_model(model)(8)), Momentum())
-    free = StepRequest(graph, estimate(graph, DEVICES["p100"]))
-    whole = plan_residency(free.within(float("inf")), {})
-    return free, minimum_budget(free), whole.peak_bytes
-
-
-@pytest.mark.parametrize("scheduler", ["timed", "adaptive_window", "on_demand"])
-@pytest.mark.parametrize(
-    ("model", "share"),
-    [("resnet18", 0.2), pytest.param("densenet40", 0.3, marks=pytest.mark.slow)],
-)
-def test_a_step_that_settles_is_a_valid_schedule_in_its_arena(
-    model, share, scheduler, short_search
-):
-    free, least, most = step_of(model)
-    budget = least + int(share * (most - least))
-    request = free.within(budget).scheduled(scheduler)
-    residency = plan_step(request).residency
-    for cut in _CUTS:  # as `place_step` looks for places
-        less = request.within((1 - cut) * budget)
-        try:
-            plan = plan_residency(less, residency)
-        except PlanningError:  # the residencies themselves need more
-            plan = plan_step(less)
-        resident = state_bytes(plan.schedule.graph, plan.schedule.resident)
-        found = fit_to_arena(plan, budget - resident)
-        if found is not None:
-            break
-    assert found is not None
-    # Who keeps parameters on the device from step to step packs beside them.
-    assert cut == 0 or scheduler != "adaptive_window"
-    settled, layout = found.plan, found.layout
-    verify(settled.schedule, granularity=ALIGNMENT)
-    assert layout.nbytes <= budget - resident
-    assert settled.schedule.peak_bytes <= plan.schedule.peak_bytes
-    assert {s.storage for s in settled.intervals} == {s.storage for s in plan.intervals}
-    overlap_free(settled.schedule, layout)
-
-
-def overlap_free(schedule, layout):
-    taken = [
-        (offset, offset + rounded(schedule.graph.tensors[name].nbytes), first, last)
-        for name, lives in lives_of(schedule).items()
-        for offset, (first, last) in zip(layout.offsets[name], lives, strict=True)
-    ]
-    taken.sort()
-    for i, (low, high, first, last) in enumerate(taken):
-        for other_low, _, begin, end in taken[i + 1 :]:
-            if other_low >= high:
-                break
-            assert last < begin or end < first, (low, other_low)
 
 
 @pytest.mark.parametrize("grows", [True, False])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mucudnn.backends import get_backend
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, Direction, PerfTable
+from mucudnn.ir.conv import Direction
 from mucudnn.passes.microbatch import pareto_plans
 from mucudnn.report.comparison import curve, drawn_front, html_report, timeline
 from mucudnn.report.svg import Frame, Label, byte_scale, labels, tag, time_scale
@@ -22,7 +22,6 @@ from mucudnn.report.text import (
     ms_text,
     plan_text,
     problem_text,
-    runs,
     write_tables,
 )
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -30,7 +29,7 @@ from mucudnn.studies.convolutions import LayerResult, compare, in_directions
 from mucudnn.suites import Layer, load_suite, parse_problem
 from tests.commands import Terminal
 from tests.examples import examples
-from tests.tables import perf, perf_tables, problem
+from tests.tables import perf_tables
 
 KIB = 1 << 10
 
@@ -223,18 +222,6 @@ def test_deepbench_refuses_what_it_has_no_column_for(text):
         check_deepbench([parse_problem(text)])
 
 
-def test_plans_are_written_as_runs():
-    problem = parse_problem("n=7,c=2,w=9,k=4,s=3")
-    parts = [("A", 2), ("A", 2), ("A", 1), ("B", 1), ("B", 1)]
-    steps = [
-        AlgoPerf(algo=algo, batch=batch, time_ms=1.0, workspace=0)
-        for algo, batch in parts
-    ]
-    plan = ConvPlan(problem, tuple(steps))
-    assert runs(plan) == (("A", 2, 2), ("A", 1, 1), ("B", 1, 2))
-    assert plan_text(plan) == "2 × A(2) + A(1) + 2 × B(1)"
-
-
 def test_problems_mention_what_is_out_of_the_ordinary():
     plain = problem_text(parse_problem("n=7,c=2,w=9,k=4,s=3"))
     assert plain == "N = 7, 2×9 → 4, 3 filters, float32, NCHW"
@@ -406,15 +393,6 @@ def test_the_curve_falls_whatever_the_noise(table):
     check(table)
 
 
-def test_a_shaky_plan_is_no_step_up():
-    """By time and noise the larger one is better, by time alone it is not."""
-    shaky = perf("SHAKY", 4, 1.0, 0, noise_ms=0.5)
-    steady = perf("STEADY", 4, 1.2, 8, noise_ms=0.0)
-    table = PerfTable(problem(4), (shaky, steady))
-    assert [p.time_ms for p in result(table).front] == pytest.approx([1.0, 1.2])
-    check(table)
-
-
 # Names beside marks: none is lost, none covers another, all are within the frame.
 
 
@@ -436,11 +414,6 @@ def test_names_are_apart(points):
         for j in range(i):
             apart = abs(heights[i] - heights[j]) >= 10.9
             assert apart or spans[j][1] <= left + 0.1 or right <= spans[j][0] + 0.1
-
-
-def test_a_name_at_the_edge_goes_to_the_other_side_of_its_mark():
-    (one,) = labels([Label(395.0, 50.0, "GEMM")], FRAME)
-    assert ET.fromstring(one).get("class") == "label end"
 
 
 def _span(one):

@@ -124,10 +124,6 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
 
-def lbfgs(parameters):
-    return torch.optim.LBFGS(parameters, max_iter=2)
-
-
 CASES = {
     "sgd": (sgd, {}),
     "adam accumulate clip": (torch.optim.Adam, {"accumulate": 2, "clip_norm": 0.1}),
