@@ -1,17 +1,17 @@
 """Guards of a captured step: layouts, attributes and plain Python values.
 
-`StepGuards` joins four checks, each of them compiled or written in C, because they run
-at every step: tensors (layouts, and which share memory), Python state (one generated
-expression of `is`), PyTorch's settings, and values that Python decides by.
+`StepGuards` joins four checks that run at every step: tensors (layouts, and which share
+memory), Python state (by identity, in loops of C), PyTorch's settings, and values that
+Python decides by.
 """
 
-import operator
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import contains, getitem, is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards, dict_version
+from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch.utils import _device
 
 from mucudnn.torch.capture.known_values import Known, known_values
@@ -19,29 +19,18 @@ from mucudnn.torch.capture.python_state import (
     MISSING,
     Kind,
     Read,
-    contents_of,
-    dict_of_class,
     is_alike,
     shown,
 )
 from mucudnn.torch.capture.reads import Reads
 from mucudnn.torch.internals import float32_precisions
 
-_TERMS_A_LINE = 200
-
-_ELEMENTS_COMPARED = 8
-"""Containers with more elements are compared by a loop in C, not term by term."""
-
 
 class StateGuards:
-    """A compiled check that recorded Python state is unchanged.
+    """A check that recorded Python state is unchanged.
 
-    Entries of dicts are nine tenths of all state. A dict whose version is unchanged has
-    the same entries, so their versions are compared first, by one call in C for each;
-    entries are compared only where a version changed. A dict that keeps changing, as
-    the globals of a script do, is compared entry by entry from then on. All other state
-    is compared by identity, in one generated function. Where a value has another
-    identity, it is compared, and equal ones are compared from then on.
+    Most state is compared by identity, by loops in C over columns of it. Where a value
+    has another identity, it is compared, and equal ones are compared from then on.
 
     Args:
         reads: The state.
@@ -54,17 +43,10 @@ class StateGuards:
         self.changed: Read | None = None
         self._reads = reads
         self._by_value: set[int] = set()
-        self._changes: Counter[int] = Counter()  # of dicts, by identity
-        self._dicts: list[Any] = []
-        self._versions: list[int | None] = []
-        self._compile()
+        self._divide()
 
     def failed(self) -> str:
         """Return which state has changed, and how; empty if none has."""
-        # A version only grows, so that equal sums are equal versions.
-        total = sum(map(dict_version, self._dicts))
-        if total != self._total and (reason := self._changed_entries()):
-            return reason
         try:
             if self._holds():
                 return ""
@@ -73,161 +55,96 @@ class StateGuards:
         equal = []
         for read in self._reads:
             now = read.now()
-            if reason := self._difference(read, now):
-                return reason
+            if not read.holds(now) and not (_is_unhooked(read) and not now):
+                self.changed = read
+                return f"{read.label} changed: {shown(read.value)} -> {shown(now)}"
             if now is not read.value and read.kind is not Kind.CONTENTS:
                 equal.append(id(read))
         if not self._by_value.issuperset(equal):
             self._by_value.update(equal)
-            self._compile()
+            self._divide()
         return ""
 
-    def _changed_entries(self) -> str:
-        """Compare the entries of dicts whose version changed; return a difference."""
-        recompile = False
-        for i, held in enumerate(self._dicts):
-            version = dict_version(held)
-            if version == self._versions[i]:
-                continue
-            for read in self._entries[i]:
-                if reason := self._difference(read, read.now()):
-                    return reason
-            if self._versions[i] is not None:
-                self._changes[id(held)] += 1
-            self._versions[i] = version
-            recompile |= self._changes[id(held)] >= _CHANGES_OF_DICT
-        self._total = sum(version or 0 for version in self._versions)
-        if recompile:
-            self._compile()
-        return ""
-
-    def _difference(self, read: Read, now: Any) -> str:
-        if read.holds(now) or (_is_unhooked(read) and not now):
-            return ""
-        self.changed = read
-        return f"{read.label} changed: {shown(read.value)} -> {shown(now)}"
-
-    def _compile(self) -> None:
-        """Divide the state into dicts with a version and all other state."""
-        entries: dict[int, list[Read]] = {}
-        others = []
-        holders: dict[int, Any] = {}
+    def _divide(self) -> None:
+        """Divide the state into columns: holders, keys and values."""
+        self._empty: list[Any] = []  # most are dicts of hooks
+        self._unhooked = _Columns()
+        self._absent = _Columns()
+        self._items = _Columns()
+        self._attributes = _Columns()
+        self._sizes = _Columns()
+        self._types = _Columns()
+        self._others: list[Read] = []
         for read in self._reads:
-            holder = read.holder
-            if read.kind is Kind.CLASS:
-                holder = dict_of_class(holder)
-            held = id(holder)
-            if _is_versioned(read, holder) and self._changes[held] < _CHANGES_OF_DICT:
-                entries.setdefault(held, []).append(read)
-                holders[held] = holder
+            holder, key, value, kind = read.holder, read.key, read.value, read.kind
+            if kind is Kind.CLASS:
+                kind, holder = Kind.ENTRY, holder.__dict__
+            is_plain = type(holder) in (dict, MappingProxyType)
+            if kind in (Kind.CONTENTS, Kind.SIZE) and not value:
+                self._empty.append(holder)
+            elif _is_unhooked(read):
+                self._unhooked.add(holder, key, value)
+            elif id(read) in self._by_value:
+                self._others.append(read)
+            elif kind is Kind.ENTRY and is_plain:
+                column = self._absent if value is MISSING else self._items
+                column.add(holder, key, value)
+            elif kind is Kind.SLOT:
+                self._attributes.add(holder, key, value)
+            elif kind is Kind.CELL:
+                self._attributes.add(holder, "cell_contents", value)
+            elif kind is Kind.SIZE:
+                self._sizes.add(holder, key, value)
+            elif kind is Kind.TYPE:
+                self._types.add(holder, key, value)
+            elif kind is Kind.CONTENTS and type(holder) is list:
+                self._sizes.add(holder, key, len(value))
+                for i, element in enumerate(value):
+                    self._items.add(holder, i, element)
             else:
-                others.append(read)
-        # A length alone is compared faster than a version.
-        for held in [k for k, v in entries.items() if _are_sizes(v)]:
-            others += entries.pop(held)
-            del holders[held]
-        known = dict(zip(map(id, self._dicts), self._versions, strict=True))
-        self._entries = list(entries.values())
-        self._dicts = list(holders.values())
-        # None until the entries were compared, as dicts may have changed since a read.
-        self._versions = [known.get(held) for held in entries]
-        self._total = -1
-        self._holds = _compiled(others, self._by_value)
+                self._others.append(read)
+
+    def _holds(self) -> bool:
+        """Return whether all state is the same objects, or equal where noted."""
+        items, attributes = self._items, self._attributes
+        return (
+            not any(self._empty)
+            and not any(map(getattr, self._unhooked.holders, self._unhooked.keys))
+            and not any(map(contains, self._absent.holders, self._absent.keys))
+            and all(map(is_, map(getitem, items.holders, items.keys), items.values))
+            and all(
+                map(
+                    is_,
+                    map(getattr, attributes.holders, attributes.keys),
+                    attributes.values,
+                )
+            )
+            and list(map(len, self._sizes.holders)) == self._sizes.values
+            and list(map(type, self._types.holders)) == self._types.values
+            and all(map(_is_held, self._others))
+        )
 
 
-_CHANGES_OF_DICT = 2
-"""Changes of a dict after which its entries are compared at every step."""
+class _Columns:
+    """Holders, keys and values of some state."""
+
+    def __init__(self) -> None:
+        self.holders: list[Any] = []
+        self.keys: list[Any] = []
+        self.values: list[Any] = []
+
+    def add(self, holder: Any, key: Any, value: Any) -> None:
+        self.holders.append(holder)
+        self.keys.append(key)
+        self.values.append(value)
 
 
-def _is_versioned(read: Read, holder: Any) -> bool:
-    """Return whether state is unchanged while the version of its holder is."""
-    if read.kind is Kind.CONTENTS:  # the order of an OrderedDict has no version
-        return bool(read.value) and type(holder) is dict
-    entry = read.kind in (Kind.ENTRY, Kind.CLASS) or (
-        read.kind is Kind.SIZE and read.value
-    )
-    return bool(entry) and type(holder) in (dict, defaultdict, OrderedDict)
+def _is_held(read: Read) -> bool:
+    now = read.now()
+    if read.kind is Kind.CONTENTS:
+        return len(now) == len(read.value) and all(map(is_, now, read.value))
+    return is_alike(now, read.value)
 
-
-def _are_sizes(reads: Sequence[Read]) -> bool:
-    return all(read.kind is Kind.SIZE for read in reads)
-
-
-def _compiled(reads: Sequence[Read], by_value: set[int]) -> Callable[[], bool]:
-    """Return a function without arguments: whether all state is the same object."""
-    names: dict[int, str] = {}
-    held: dict[str, Any] = {"is_alike": is_alike, "is_same": _is_same}
-    terms: list[str] = []
-    empty = []
-    hooked: dict[str, list[Any]] = {}  # by attribute: tensors without such hooks
-    objects: list[Any] = []
-    types: list[Any] = []
-    sized: list[Any] = []
-    sizes: list[int] = []
-
-    def name(value: Any) -> str:
-        if id(value) not in names:
-            names[id(value)] = f"v{len(names)}"
-            held[names[id(value)]] = value  # which keeps the identity its own
-        return names[id(value)]
-
-    for read in reads:
-        holder, key, value = read.holder, read.key, read.value
-        kind = read.kind
-        if kind is Kind.CLASS:
-            kind, holder = Kind.ENTRY, holder.__dict__
-        if kind in (Kind.CONTENTS, Kind.SIZE) and not value:
-            empty.append(holder)  # most are dicts of hooks: one call looks at all
-        elif _is_unhooked(read):
-            hooked.setdefault(key, []).append(holder)
-        elif kind is Kind.TYPE:
-            objects.append(holder)
-            types.append(value)
-        elif kind is Kind.SIZE:
-            sized.append(holder)
-            sizes.append(value)
-        elif kind is Kind.ENTRY and value is MISSING:
-            terms.append(f"{key!r} not in {name(holder)}")
-        elif (
-            kind is Kind.CONTENTS
-            and type(holder) is list
-            and len(holder) <= _ELEMENTS_COMPARED
-        ):
-            terms.append(f"len({name(holder)}) == {len(holder)}")
-            for i, element in enumerate(value):
-                terms.append(f"{name(holder)}[{i}] is {name(element)}")
-        elif kind is Kind.CONTENTS:
-            terms.append(f"is_same({name(holder)}, {name(value)})")
-        else:
-            now = {
-                Kind.ENTRY: f"{name(holder)}[{key!r}]",
-                Kind.SLOT: f"{name(holder)}.{key}",
-                Kind.CELL: f"{name(holder)}.cell_contents",
-            }.get(kind, f"{name(read)}.now()")
-            same = kind in _BY_IDENTITY and id(read) not in by_value
-            value = name(value)
-            terms.append(f"{now} is {value}" if same else f"is_alike({now}, {value})")
-    # What many objects have in common is compared by loops in C.
-    terms.append(f"not any({name(empty)})")
-    for key, holders in hooked.items():
-        terms.append(f"not any(map({name(operator.attrgetter(key))}, {name(holders)}))")
-    if sized:
-        terms.append(f"list(map(len, {name(sized)})) == {name(sizes)}")
-    if objects:
-        terms.append(f"list(map(type, {name(objects)})) == {name(types)}")
-    lines = [
-        f"  if not ({' and '.join(terms[i : i + _TERMS_A_LINE])}): return False\n"
-        for i in range(0, len(terms), _TERMS_A_LINE)
-    ]
-    # As defaults, all values are local variables of the function.
-    defaults = ", ".join(f"{key}={key}" for key in held)
-    source = f"def holds({defaults}):\n{''.join(lines)}  return True\n"
-    exec(compile(source, "<mucudnn guards>", "exec"), held)
-    # The function would hold itself, and thereby all values until they are collected.
-    return held.pop("holds")  # type: ignore[no-any-return]
-
-
-_BY_IDENTITY = (Kind.ENTRY, Kind.SLOT, Kind.CELL)
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of tensors that are None or an empty dict without hooks."""
@@ -235,11 +152,6 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 def _is_unhooked(read: Read) -> bool:
     return read.kind is Kind.SLOT and read.value is None and read.key in _HOOKS
-
-
-def _is_same(container: Any, contents: Sequence[Any]) -> bool:
-    now = contents_of(container)
-    return len(now) == len(contents) and all(map(operator.is_, now, contents))
 
 
 class Settings:

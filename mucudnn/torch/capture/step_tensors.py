@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import dict_version
-from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -533,9 +531,18 @@ class LiveParts:
             )
         self._numbers: dict[int, float] = {}
         self._held: dict[int, torch.Tensor] = {}
-        self._state_version: tuple[Any, int] = (None, 0)
-        self._state_entries: list[Any] = []
-        self._lookup = self._compiled(dict(root.named_modules()))
+        modules = dict(root.named_modules())
+        places = [
+            (vars(modules[name.rpartition(".")[0]])[kind], name.rpartition(".")[2])
+            for kind in ("_parameters", "_buffers")
+            for name in getattr(self.parts, kind[1:])
+        ]
+        self._holders = [holder for holder, _ in places]
+        self._keys = [key for _, key in places]
+        self._entries: dict[tuple[int, int], list[str]] = {}
+        for i, j, key in self.parts.state:
+            self._entries.setdefault((i, j), []).append(key)
+        self._is_sharded = bool(groups_of(root))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of now, in the order of the parts.
@@ -551,23 +558,13 @@ class LiveParts:
                 raise KeyError(read.label)
             numbers += now
         rates = [self._as_tensor(i, number) for i, number in enumerate(numbers)]
-        tensors = self._lookup(self._entries_of_state())
+        tensors = [*map(operator.getitem, self._holders, self._keys)]
+        for (i, j), keys in self._entries.items():
+            entry = self._optimizer.state[groups[i]["params"][j]]
+            tensors += [entry[key] for key in keys]
+        if self._is_sharded:
+            tensors = [*map(local_of, tensors)]
         return [*tensors, *_scale(self._settings, self._device), *rates]
-
-    def _entries_of_state(self) -> Sequence[Any]:
-        """Return the optimizer's state of each parameter that has tensors in it.
-
-        A parameter's hash is a function in Python, so the entries are found again only
-        where the version of the optimizer's dict of state has changed.
-        """
-        state = self._optimizer.state
-        known, version = self._state_version
-        if state is not known or dict_version(state) != version:
-            groups = self._optimizer.param_groups
-            places = dict.fromkeys((i, j) for i, j, _ in self.parts.state)
-            self._state_entries = [state[groups[i]["params"][j]] for i, j in places]
-            self._state_version = (state, dict_version(state))
-        return self._state_entries
 
     def _read_module(self, module: torch.nn.Module, name: str) -> None:
         held = vars(module)
@@ -619,44 +616,6 @@ class LiveParts:
     def _note(self, kind: Kind, holder: Any, key: Any, label: str) -> None:
         value = Read(kind, holder, key, None, label).now()
         self.reads.append(Read(kind, holder, key, value, label))
-
-    def _compiled(
-        self, named: Mapping[str, torch.nn.Module]
-    ) -> Callable[[Sequence[Any]], Sequence[torch.Tensor]]:
-        """Return a function that looks all tensors up: it runs at every step.
-
-        Its argument are the entries of the optimizer's state, see `_entries_of_state`.
-        """
-        holders: dict[int, str] = {}
-        held: dict[str, Any] = {}
-
-        def name(value: Any) -> str:
-            if id(value) not in holders:
-                holders[id(value)] = f"v{len(holders)}"
-                held[holders[id(value)]] = value
-            return holders[id(value)]
-
-        terms = []
-        for kind, names in (
-            ("_parameters", self.parts.parameters),
-            ("_buffers", self.parts.buffers),
-        ):
-            for path in names:
-                module, _, own = path.rpartition(".")
-                held_in = getattr(named[module], kind)
-                part = "._local_tensor" if isinstance(held_in[own], DTensor) else ""
-                terms.append(f"{name(held_in)}[{own!r}]{part}")
-        entries: dict[tuple[int, int], str] = {}
-        for (i, j, key), value in self.parts.state.items():
-            entry = entries.setdefault((i, j), f"s{len(entries)}")
-            part = "._local_tensor" if isinstance(value, DTensor) else ""
-            terms.append(f"{entry}[{key!r}]{part}")
-        unpacked = f"  {', '.join(entries.values())}, = entries\n" if entries else ""
-        defaults = "".join(f", {key}={key}" for key in held)
-        values = "".join(f"{term}, " for term in terms)
-        source = f"def lookup(entries{defaults}):\n{unpacked}  return ({values})\n"
-        exec(compile(source, "<mucudnn lookup>", "exec"), held)
-        return held.pop("lookup")  # type: ignore[no-any-return]
 
     def _as_tensor(self, place: int, number: Any) -> torch.Tensor:
         """Return a number in a tensor that stays while the number does."""
