@@ -136,7 +136,9 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if dataclasses.is_dataclass(value):
         return encode_fields(value)
-    if value is not None and not isinstance(value, int | str):
+    if isinstance(value, Mapping):
+        return {name: _encode(item) for name, item in value.items()}
+    if value is not None and not isinstance(value, int | float | str):
         raise TypeError(f"{value!r} cannot be written as JSON")
     return value
 
@@ -185,6 +187,10 @@ def decode(where: str, hint: Any, value: Any) -> Any:
             decode(f"{where}[{i}]", item, v)
             for i, v in enumerate(list_of(where, value))
         )
+    if typing.get_origin(hint) is Mapping:
+        _, item = typing.get_args(hint)
+        members = object_of(where, value)
+        return {k: decode(f"{where}.{k}", item, v) for k, v in members.items()}
     if isinstance(hint, types.UnionType):
         (kind,) = (k for k in typing.get_args(hint) if k is not types.NoneType)
         return None if value is None else decode(where, kind, value)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import itertools
 import json
 import os
 import random
@@ -34,7 +33,6 @@ from mucudnn.torch.conv.fronts import ConvolutionChoice, with_fronts
 from mucudnn.torch.costs.measure import measured
 from mucudnn.torch.plan_program import PlanOptions
 from mucudnn.torch.plan_store import (
-    Places,
     PlanStore,
     Unnameable,
     open_plans,
@@ -298,21 +296,6 @@ def mutated(rnd, value):
     return value
 
 
-def differ_in_numbers_alone(value, other):
-    if type(value) in (int, float) and type(other) in (int, float):
-        return True
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(
-            differ_in_numbers_alone(value[key], other[key]) for key in value
-        )
-    if isinstance(value, list):
-        pairs = itertools.zip_longest(value, other)
-        return all(differ_in_numbers_alone(a, b) for a, b in pairs)
-    return value == other
-
-
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("convolving", [False, True])
 def test_what_an_entry_may_hold_is_checked(convolving, monkeypatch):
@@ -344,20 +327,17 @@ def test_what_an_entry_may_hold_is_checked(convolving, monkeypatch):
     rnd, outcomes = random.Random(0), Counter()
     for _ in range(60):
         key = rnd.choice(sorted(filled.values))
-        before = filled.values[key]
-        value = json.loads(json.dumps(mutated(rnd, before), default=str))
+        value = json.loads(json.dumps(mutated(rnd, filled.values[key]), default=str))
         try:
             found, entries = plan({**filled.values, key: value}, budget)
         except PlanningError:  # of more bytes than there are
-            assert differ_in_numbers_alone(value, before)
             assert "node_ms" in value
             continue
         if found.plan.schedule == wanted.plan.schedule:
             outcomes["passed over" if key in entries.passed_over else "same"] += 1
             continue
-        # Other measurements, or fewer ways to run a convolution, are none to be told.
+        # Other measurements, or fewer of them, are none to be told.
         assert "node_ms" in value
-        assert convolving or differ_in_numbers_alone(value, before)
         assert found.peak_bytes <= budget
     assert outcomes["passed over"] > 15
 
@@ -499,7 +479,7 @@ def test_what_a_name_does_not_tell_is_not_remembered():
     closure = replace(call, function=lambda *args: args)
     other = replace(lowered, calls={**lowered.calls, name: closure})
     with pytest.raises(Unnameable, match="not told by a name"):
-        structure_of(other, Places(other))
+        structure_of(other)
 
 
 def captured(net):

@@ -55,7 +55,7 @@ from mucudnn.torch.plan_program import (
     PlanOptions,
     plan_program,
 )
-from mucudnn.torch.plan_store import PlanCacheChoice
+from mucudnn.torch.plan_store import PlanCacheChoice, graph_key
 from mucudnn.torch.planning import parse_budget, too_small
 from mucudnn.torch.source_lines import line_of_stack
 
@@ -355,11 +355,11 @@ class CompileBackend:
     def _halves(self, source: GraphSource, parts: Joint, own: Sequence[int]) -> Halves:
         """Plan a graph and cut it in halves; equal graphs of a function only once."""
         parts.check()
-        key = source.function, parts.key(own)
+        with outside_of_tracing():
+            step = LoweredStep.of_joint(parts, own)
+            key = source.function, graph_key(step.lowered), parts.count, tuple(own)
         if key not in self._planned:
             with outside_of_tracing():
-                step = LoweredStep.of_joint(parts, own)
-
                 # What Inductor cannot compile runs operation by operation.
                 def plan(budget: float) -> tuple[PlannedProgram, int]:
                     try:

@@ -6,7 +6,7 @@ scheduler. The schedule is computed again from the decision, and used only if it
 instruction by instruction, the schedule that was computed first. So a plan keeps its
 budget even if an entry was damaged.
 
-Nodes and tensors are identified by their position in the graph, not by name.
+Names of nodes and tensors are part of both: a capture of equal code makes equal ones.
 """
 
 import dataclasses
@@ -15,12 +15,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,13 +30,11 @@ from mucudnn.codecs import (
     decode,
     decode_fields,
     encode_fields,
-    list_of,
     members_of,
 )
 from mucudnn.errors import PlanningError
-from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.profile import Profile
-from mucudnn.ir.schedule import Compute, Residency, Schedule
+from mucudnn.ir.schedule import Residency, Schedule
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.planning.plan_step import plan_step
 from mucudnn.passes.planning.request import StepRequest, plan_residency
@@ -52,16 +49,12 @@ from mucudnn.torch.lowering.lowered import Lowered
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 PlanCacheChoice = str | os.PathLike[str] | Users | None
 
 _FILE = "plans.sqlite"
 _PROFILE, _PLAN = "profile", "plan"
-
-
-def refuse_fronts(profile: Profile) -> None:
-    """Raise `ValueError` for a profile with divisions of convolutions."""
-    if profile.fronts:
-        raise ValueError("fronts: convolutions are PyTorch's here")
 
 
 def open_plans(choice: PlanCacheChoice) -> "PlanStore":
@@ -86,33 +79,18 @@ class PlanStore:
         self._entries = entries
 
     def profile(
-        self,
-        lowered: Lowered,
-        measured: Callable[[Lowered], Profile],
-        settings: str = "",
-        check: Callable[[Profile], None] = refuse_fronts,
+        self, lowered: Lowered, measured: Callable[[Lowered], Profile], settings: str
     ) -> Profile:
         """Return the costs of a graph on this machine and in this configuration.
 
-        `settings` are everything else that the measurements depend on. `check` raises
-        `ValueError` for a remembered profile with divisions of convolutions that the
-        graph or its backend does not have.
+        `settings` are everything else that the measurements depend on.
         """
-        places = Places(lowered)
-        key = self._key(f"times, 3 {settings}", lowered, places)
-        if self._entries is None or key is None:
-            return measured(lowered)
-        data = self._entries.get(_PROFILE, key)
-        if data is not None:
-            try:
-                profile = profile_from(data, places)
-                check(profile)
-            except ValueError as e:
-                self._entries.refuse(_PROFILE, key, str(e))
-            else:
-                return profile
-        profile = measured(lowered)
-        self._entries.put(_PROFILE, key, profile_to(profile, places))
+        profile: Profile = self._remembered(
+            (_PROFILE, f"times, 4 {settings}", lowered, None),
+            lambda: measured(lowered),
+            encode_fields,
+            partial(profile_from, {node.name for node in lowered.graph.nodes}),
+        )
         return profile
 
     def plan(self, lowered: Lowered, request: StepRequest) -> StepPlan:
@@ -121,165 +99,110 @@ class PlanStore:
         Raises:
             PlanningError: No plan fits the budget.
         """
-        places = Places(lowered)
-        key = self._key(_PLAN, lowered, places, request)
+        return self._remembered(
+            (_PLAN, _PLAN, lowered, request),
+            lambda: plan_step(request),
+            decision_to,
+            partial(replay_decision, request),
+        )
+
+    def _remembered(
+        self,
+        of: tuple[str, str, Lowered, StepRequest | None],
+        make: Callable[[], T],
+        encode: Callable[[T], dict[str, Any]],
+        decode: Callable[[object], T],
+    ) -> T:
+        """Return what is stored of a graph and a request, or else make and store it."""
+        key = None if self._entries is None else _key(*of[1:])
         if self._entries is None or key is None:
-            return plan_step(request)
-        data = self._entries.get(_PLAN, key)
+            return make()
+        data = self._entries.get(of[0], key)
         if data is not None:
             try:
-                return replay_decision(data, request, places)
+                return decode(data)
             except (PlanningError, ValueError) as e:
-                self._entries.refuse(_PLAN, key, str(e))
-        plan = plan_step(request)
+                self._entries.refuse(of[0], key, str(e))
+        made = make()
         try:
-            data = decision_to(plan, places)
-            # Keep only what replays to the same schedule, now and later.
-            replay_decision(data, request, places)
+            data = encode(made)
+            decode(data)  # keep only what can be read, now and later
         except (PlanningError, ValueError) as e:
-            logger.debug("a plan is not remembered: %s", e)
+            logger.debug("a %s is not remembered: %s", of[0], e)
         else:
-            self._entries.put(_PLAN, key, data)
-        return plan
-
-    def _key(
-        self,
-        kind: str,
-        lowered: Lowered,
-        places: "Places",
-        request: StepRequest | None = None,
-    ) -> str | None:
-        """Return a hash of all that a measurement, or a plan, depends on.
-
-        Returns None if a part of it has no name that identifies it.
-        """
-        if self._entries is None:
-            return None
-        try:
-            structure = structure_of(lowered, places)
-        except Unnameable as e:
-            logger.info("a graph is not remembered: %s", e)
-            return None
-        parts = [kind, installed_version(), structure]
-        # Measurements depend on the machine, plans on it by their profile only.
-        if request is None:
-            return digest_of([*parts, surroundings_of(lowered)])
-        # Functions and given plans have no name that identifies them.
-        if not isinstance(request.policy, str) or request.plans is not None:
-            return None
-        hosted = request.hosted
-        lent = request.graph.with_role(Role.BORROWED)
-        options = [
-            [places.tensor(spec.name) for spec in lent],
-            repr(float(request.budget)),
-            request.policy,
-            str(request.scheduler),
-            request.convolutions,
-            None if hosted is None else sorted(str(places.tensor(n)) for n in hosted),
-        ]
-        return digest_of([*parts, profile_to(request.profile, places), options])
+            self._entries.put(of[0], key, data)
+        return made
 
 
-# Profiles and decisions as JSON. Decoders raise a `ValueError` for members that are
-# missing, unknown or out of bounds.
+def _key(kind: str, lowered: Lowered, request: StepRequest | None) -> str | None:
+    """Return a hash of all that a measurement, or a plan, depends on.
 
-_PROFILE_MEMBERS = (
-    *("node_ms", "network_ms", "workspaces", "fronts"),
-    *("out_bytes_per_ms", "in_bytes_per_ms", "copy_share", "copy_overhead_ms"),
-)
-_DECISION_MEMBERS = ("residency", "scheduler", "schedule")
-
-# Bounds that keep sums finite; rates of copies are in bytes per millisecond.
-_SLOWEST, _FASTEST = 1e-3, 1e15
-_LARGEST_SHARE = 1e6
-_MOST_BYTES = 1 << 42
-
-
-def profile_to(profile: Profile, places: "Places") -> dict[str, Any]:
-    """Encode a profile as JSON values."""
-    index = {name: i for i, name in enumerate(places.nodes)}
-    return {
-        "node_ms": [profile.node_ms[name] for name in places.nodes],
-        "network_ms": [profile.network_ms.get(name) for name in places.nodes],
-        "workspaces": [profile.workspaces.get(name) for name in places.nodes],
-        "fronts": [
-            [index[name], [encode_fields(plan) for plan in front]]
-            for name, front in profile.fronts.items()
-        ],
-        "out_bytes_per_ms": profile.out_bytes_per_ms,
-        "in_bytes_per_ms": profile.in_bytes_per_ms,
-        "copy_share": profile.copy_share,
-        "copy_overhead_ms": profile.copy_overhead_ms,
-    }
+    Returns None if a part of it has no name that identifies it.
+    """
+    try:
+        parts = [kind, installed_version(), structure_of(lowered)]
+    except Unnameable as e:
+        logger.info("a graph is not remembered: %s", e)
+        return None
+    # Measurements depend on the machine, plans on it by their profile only.
+    if request is None:
+        return digest_of([*parts, surroundings_of(lowered)])
+    # Functions and given plans have no name that identifies them.
+    if not isinstance(request.policy, str) or request.plans is not None:
+        return None
+    options = [
+        [spec.name for spec in request.graph.with_role(Role.BORROWED)],
+        repr(float(request.budget)),
+        request.policy,
+        str(request.scheduler),
+        request.convolutions,
+        None if request.hosted is None else sorted(request.hosted),
+    ]
+    return digest_of([*parts, encode_fields(request.profile), options])
 
 
-def profile_from(data: object, places: "Places") -> Profile:
-    """Decode `profile_to`.
+# Profiles and decisions as JSON. The store has found that they are as they were
+# written; decoders raise a `ValueError` for those of another graph.
+
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "node_ms": (0.0, LONGEST_MS),
+    "network_ms": (0.0, LONGEST_MS),
+    "workspaces": (0, 1 << 42),
+    "out_bytes_per_ms": (1e-3, 1e15),
+    "in_bytes_per_ms": (1e-3, 1e15),
+    "copy_share": (0.0, 1e6),
+    "copy_overhead_ms": (0.0, LONGEST_MS),
+}
+"""Bounds that keep sums finite."""
+
+
+def profile_from(nodes: Collection[str], data: object) -> Profile:
+    """Decode the profile of a graph with these nodes.
 
     Raises:
         ValueError: The data is no profile, or of another graph; names the member.
     """
-    found = members_of("profile", data, _PROFILE_MEMBERS)
-    times, exchanges, workspaces, fronts, out, back, share, overhead = found
-
-    def of_nodes(
-        where: str, values: object, read: Callable[[str, object], Any]
-    ) -> dict[str, Any]:
-        """Decode a value for each node; None stands for no value."""
-        rows = list_of(where, values)
-        if len(rows) != len(places.nodes):
-            raise ValueError(f"{where}: {len(rows)} for {len(places.nodes)} nodes")
-        pairs = zip(places.nodes, rows, strict=True)
-        return {name: read(where, row) for name, row in pairs if row is not None}
-
-    node_ms = of_nodes("node_ms", times, _time)
-    if len(node_ms) < len(places.nodes):
-        raise ValueError("node_ms: a node has no time")
-    pairs = [_pair("fronts", row) for row in list_of("fronts", fronts)]
-    plans = {_at("fronts", i, places.nodes): front for i, front in pairs}
-    if len(plans) < len(pairs):
-        raise ValueError("fronts: a place is named twice")
-    return Profile(
-        node_ms=node_ms,
-        network_ms=of_nodes("network_ms", exchanges, _time),
-        workspaces=of_nodes("workspaces", workspaces, _bytes),
-        fronts={name: _front(front) for name, front in plans.items()},
-        out_bytes_per_ms=_amount("out_bytes_per_ms", out, _FASTEST, _SLOWEST),
-        in_bytes_per_ms=_amount("in_bytes_per_ms", back, _FASTEST, _SLOWEST),
-        copy_share=_amount("copy_share", share, _LARGEST_SHARE),
-        copy_overhead_ms=_time("copy_overhead_ms", overhead),
-    )
+    profile = decode_fields("profile", Profile, data)
+    if profile.node_ms.keys() != set(nodes):
+        raise ValueError("node_ms: it has other nodes than the graph")
+    for member, (least, most) in _BOUNDS.items():
+        value = getattr(profile, member)
+        for number in value.values() if isinstance(value, Mapping) else [value]:
+            if not least <= number <= most:
+                raise ValueError(f"{member}: {number} is not within its bounds")
+    return profile
 
 
-def _front(rows: object) -> tuple[ConvPlan, ...]:
-    """Decode plans of which each takes more workspace than the last, and less time."""
-    front = tuple(
-        decode_fields("plan", ConvPlan, plan) for plan in list_of("fronts", rows)
-    )
-    for plan in front:
-        _time("fronts", plan.time_ms)
-        _bytes("fronts", plan.workspace)
-    for less, more in pairwise(front):
-        if less.workspace >= more.workspace or less.time_ms <= more.time_ms:
-            raise ValueError("fronts: a plan is no better than another")
-    if not front:
-        raise ValueError("fronts: a convolution has no plan")
-    return front
-
-
-def decision_to(plan: StepPlan, places: "Places") -> dict[str, Any]:
+def decision_to(plan: StepPlan) -> dict[str, Any]:
     """Encode what a plan's schedule is computed from as JSON values."""
     return {
-        "residency": [
-            [places.tensor(name), residency.value]
-            for name, residency in plan.residency.items()
-        ],
+        "residency": [[name, where.value] for name, where in plan.residency.items()],
         "scheduler": plan.scheduler,
-        "schedule": schedule_digest(plan.schedule, places),
+        "schedule": schedule_digest(plan.schedule),
     }
 
 
-def replay_decision(data: object, request: StepRequest, places: "Places") -> StepPlan:
+def replay_decision(request: StepRequest, data: object) -> StepPlan:
     """Compute the plan that `decision_to` encoded.
 
     Raises:
@@ -287,73 +210,29 @@ def replay_decision(data: object, request: StepRequest, places: "Places") -> Ste
             was stored with it.
         PlanningError: The schedule does not fit.
     """
-    rows, scheduler, schedule = members_of("decision", data, _DECISION_MEMBERS)
-    residency = {}
-    for row in list_of("residency", rows):
-        place, value = _pair("residency", row)
-        name = str(place)
-        if name not in (EVERYTHING, PERSISTENTS):
-            first, mark, rest = name.partition("~")
-            number = int(first) if mark and first.isdecimal() else place
-            name = _at("residency", number, places.tensors) + mark + rest
-        residency[name] = decode("residency", Residency, value)
-    named = decode("scheduler", str, scheduler)
-    SCHEDULERS.resolve(named)
-    digest = decode("schedule", str, schedule)
-    plan = plan_residency(request.scheduled(named), residency)
-    if schedule_digest(plan.schedule, places) != digest:
+    members = "residency", "scheduler", "schedule"
+    rows, scheduler, digest = members_of("decision", data, members)
+    pairs = decode("residency", tuple[tuple[str, ...], ...], rows)
+    residency = {name: decode("residency", Residency, to) for name, to in pairs}
+    known = {*request.graph.tensors, EVERYTHING, PERSISTENTS}
+    if not known.issuperset(name.partition("~")[0] for name in residency):
+        raise ValueError("residency: it has other tensors than the graph")
+    SCHEDULERS.resolve(decode("scheduler", str, scheduler))
+    plan = plan_residency(request.scheduled(scheduler), residency)
+    if schedule_digest(plan.schedule) != digest:
         raise ValueError("another schedule follows from it than was decided")
     return plan
 
 
-def schedule_digest(schedule: Schedule, places: "Places") -> str:
-    """Return a hash of a schedule that does not depend on names."""
-    instructions = [
-        [
-            type(step).__name__,
-            places.node(step.node)
-            if isinstance(step, Compute)
-            else places.tensor(step.tensor),
-        ]
-        for step in schedule.instructions
-    ]
-    workspaces = {str(places.node(n)): size for n, size in schedule.workspaces.items()}
-    hosted = [places.tensor(name) for name in schedule.hosted]
-    across = [places.tensor(name) for name in schedule.live_across]
-    return digest_of([instructions, workspaces, schedule.peak_bytes, hosted, across])
+def schedule_digest(schedule: Schedule) -> str:
+    """Return a hash of a schedule."""
+    parts = schedule.instructions, schedule.workspaces, schedule.peak_bytes
+    ends = schedule.hosted, schedule.live_across
+    return digest_of(described([*parts, *ends], name_of_function))
 
 
-def _pair(where: str, row: object) -> tuple[Any, Any]:
-    found = list_of(where, row)
-    if len(found) != 2:
-        raise ValueError(f"{where}: {len(found)} values where a pair is wanted")
-    return found[0], found[1]
-
-
-def _at(where: str, place: Any, names: Sequence[str]) -> str:
-    if type(place) is not int or not 0 <= place < len(names):
-        raise ValueError(f"{where}: there is no place {place!r}")
-    return names[place]
-
-
-def _amount(where: str, value: object, most: float, least: float = 0.0) -> float:
-    found: float = decode(where, float, value)
-    if not least <= found <= most:
-        raise ValueError(f"{where}: {found} is not from {least:g} to {most:g}")
-    return found
-
-
-_time = partial(_amount, most=LONGEST_MS)
-
-
-def _bytes(where: str, value: object) -> int:
-    _amount(where, found := decode(where, int, value), _MOST_BYTES)
-    return int(found)
-
-
-# Keys of graphs. Layouts, attributes, traits and called functions are part of a key,
-# names are not. A function is identified by its qualified name; a graph with a function
-# that its name does not identify, such as a closure, is not remembered.
+# Keys of graphs. A function is identified by its qualified name; a graph with a
+# function that its name does not identify, such as a closure, is not remembered.
 
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -365,77 +244,48 @@ class Unnameable(ValueError):  # noqa: N818  (it is a finding, not a mistake)
     """A graph has a function or an argument that its name does not identify."""
 
 
-class Places:
-    """Positions of the tensors and nodes of a graph.
-
-    Attributes:
-        tensors: Names of all tensors.
-        nodes: Names of all nodes.
-        tensor: Returns the position of a tensor; of a copy, with its suffix. It returns
-            the name itself if there is no such tensor.
-        node: Returns the position of a node in the same way.
-    """
-
-    def __init__(self, lowered: Lowered) -> None:
-        self.tensors = tuple(lowered.graph.tensors)
-        self.nodes = tuple(node.name for node in lowered.graph.nodes)
-        self.tensor = partial(_place, {n: i for i, n in enumerate(self.tensors)})
-        self.node = partial(_place, {n: i for i, n in enumerate(self.nodes)})
-
-
-def _place(places: Mapping[str, int], name: str) -> int | str:
-    first, mark, rest = name.partition("~")
-    place = places.get(first)
-    if place is None:
-        return name
-    return f"{place}~{rest}" if mark else place
-
-
 def digest_of(value: Any) -> str:
     """Return a hash of a value that can be written as JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def structure_of(lowered: Lowered, places: Places) -> str:
-    """Return a hash of everything in a graph but names.
+def graph_key(lowered: Lowered) -> Hashable:
+    """Return what is equal for graphs of this process that one plan serves.
+
+    Equal constants are the same tensors, and equal functions the same objects.
+    """
+    functions: list[Any] = []
+
+    def name_of(function: Any) -> int:
+        functions.append(function)  # which keeps the identity its own
+        return id(function)
+
+    structure = structure_of(lowered, name_of)
+    constants = tuple(map(id, lowered.constants.values()))
+    surroundings = tuple(surroundings_of(lowered).items())
+    return structure, constants, surroundings, tuple(functions)
+
+
+def structure_of(lowered: Lowered, name_of: Callable[[Any], Any] | None = None) -> str:
+    """Return a hash of everything in a graph but the values of constants.
+
+    `name_of` identifies functions; by default their names do.
 
     Raises:
         Unnameable: A function or an argument is not identified by its name.
     """
     graph = lowered.graph
-    tensors = [
-        [
-            spec.nbytes,
-            spec.role.value,
-            None if spec.alias is None else places.tensor(spec.alias),
-            described(lowered.layouts[name]),
-        ]
-        for name, spec in graph.tensors.items()
-    ]
-    nodes = [
-        [
-            node.op,
-            [places.tensor(name) for name in node.inputs],
-            [places.tensor(name) for name in node.outputs],
-            [places.tensor(name) for name in node.mutates],
-            node.phase.value,
-            described(node.attrs),
-            described(node.traits),
-            described(lowered.calls[node.name]),
-        ]
-        for node in graph.nodes
-    ]
-    ends = [
-        [None if name is None else places.tensor(name) for name in lowered.inputs],
-        [places.tensor(r) if isinstance(r, str) else None for r in lowered.results],
-        [places.tensor(name) for name in lowered.constants],
-        [places.tensor(name) for name in graph.outputs],
-    ]
-    return digest_of([tensors, nodes, ends])
+    parts = (
+        [[spec, lowered.layouts[name]] for name, spec in graph.tensors.items()],
+        [[node, lowered.calls[node.name]] for node in graph.nodes],
+        [r if isinstance(r, str) else None for r in lowered.results],
+        (lowered.inputs, list(lowered.constants), graph.outputs),
+    )
+    return digest_of(described(parts, name_of or name_of_function))
 
 
-def described(value: Any) -> Any:
+def described(value: Any, name_of: Callable[[Any], Any]) -> Any:
     """Return JSON values that differ for different values.
 
     Raises:
@@ -451,24 +301,34 @@ def described(value: Any) -> Any:
         case float() | complex():
             return ["number", repr(value)]
         case list() | tuple():
-            return [type(value).__name__, *map(described, value)]
+            return [type(value).__name__, *(described(v, name_of) for v in value)]
         case dict() | MappingProxyType():
-            return {str(key): described(item) for key, item in value.items()}
+            return {str(key): described(v, name_of) for key, v in value.items()}
         case _ if isinstance(value, _TORCH):
             return ["torch", str(value)]
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = (getattr(value, f.name) for f in dataclasses.fields(value))
-            return [type(value).__name__, *map(described, fields)]
+            return [type(value).__name__, *(described(v, name_of) for v in fields)]
+        case _:
+            return ["function", name_of(value)]
+
+
+def name_of_function(value: Any) -> str:
+    """Return a name that identifies a function in every process.
+
+    Raises:
+        Unnameable: There is none.
+    """
     if isinstance(value, torch._ops.OpOverload):
         if value.namespace not in _NAMESPACES:
             raise Unnameable(f"{value} is no operation of PyTorch's own")
-        return ["function", str(value)]
+        return str(value)
     name = getattr(value, "__qualname__", None)
     # Names of lambdas and of nested functions have a "<", and are not unique.
     if not callable(value) or name is None or "<" in name:
         raise Unnameable(f"{value!r} is not told by a name")
     owner = getattr(value, "__module__", None) or type(value).__name__
-    return ["function", f"{owner}.{name}"]
+    return f"{owner}.{name}"
 
 
 def surroundings_of(lowered: Lowered) -> Mapping[str, str]:

@@ -9,7 +9,6 @@ gradients, activations, the loss and scratch memory: everything on the device bu
 batch, which is the caller's. Gradients live inside of the step: `grad` stays as it is.
 """
 
-import hashlib
 import logging
 import math
 import warnings
@@ -65,8 +64,7 @@ from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
 from mucudnn.torch.execution.cuda_memory import watching_reserved
 from mucudnn.torch.execution.devices import check_devices, forked_generators
-from mucudnn.torch.internals import float32_precisions
-from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
+from mucudnn.torch.lowering.lowered import NotCompiledError
 from mucudnn.torch.optimizer_update import EagerUpdate, own_update, state_bytes
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_program import (
@@ -75,7 +73,7 @@ from mucudnn.torch.plan_program import (
     PlanOptions,
     plan_program,
 )
-from mucudnn.torch.plan_store import PlanCacheChoice
+from mucudnn.torch.plan_store import PlanCacheChoice, graph_key
 from mucudnn.torch.planning import parse_budget
 from mucudnn.torch.verification import VerifiedStep
 
@@ -87,7 +85,7 @@ class PlannedStep:
     """The plan of one graph, bound to an executable program.
 
     Attributes:
-        key: Identifies the graph, see `graph_key`.
+        key: Identifies the graph.
         constants: Constant tensors of the graph, whose identity is part of the key.
     """
 
@@ -694,7 +692,9 @@ class TrainStep:
                 )
 
         def planned(step: CapturedStep) -> tuple[CapturedStep, PlannedStep]:
-            key = graph_key(step)
+            lowered = LoweredStep.of_captured(step, live.parts)
+            ends = tuple(step.names), tuple(step.made), step.gradients, lowered.together
+            key = graph_key(lowered.lowered), ends
             found = self._planned.plan_of(key)
             if self._ranks is not None and not self._ranks.agree(
                 int(found is not None)
@@ -704,7 +704,7 @@ class TrainStep:
                 own = EagerUpdate.of(
                     self._optimizer, step, live.parts, self._update_reason
                 )
-                lowered = LoweredStep.of_captured(step, live.parts, own)
+                lowered = replace(lowered, update=own)
                 before = self._options.compiled.count
                 try:
                     if self._ranks is None:
@@ -933,38 +933,6 @@ def _checked_overlaps(
 
 _VARIANTS_A_PLAN = 4
 """Captures that are kept for every plan there may be: several may share a plan."""
-
-
-def graph_key(captured: CapturedStep) -> Hashable:
-    """Return what is equal for graphs that one plan serves."""
-    # Other kernels have other scratch memory.
-    cudnn = torch.backends.cudnn
-    kernels = (
-        float32_precisions(),
-        torch.are_deterministic_algorithms_enabled(),
-        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-    )
-    lines, constants = [repr((captured.names, kernels))], []
-    for node in captured.module.graph.nodes:
-        target = str(node.target)
-        if node.op == "get_attr":
-            value = getattr(captured.module, target)
-            constants.append(id(value))
-            target = ""
-        phase = node.name in captured.forward, node.name in captured.backward
-        layouts = _layouts(node.meta.get("val"))
-        words = (node.name, node.op, target, node.args, node.kwargs, layouts, phase)
-        lines.append(repr(words))
-    lines.append(repr((captured.made, captured.gradients)))
-    return hashlib.sha256("\n".join(lines).encode()).digest(), tuple(constants)
-
-
-def _layouts(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return Layout.of(value)
-    if isinstance(value, tuple | list):
-        return [_layouts(v) for v in value]
-    return type(value)
 
 
 class PlannedSteps:

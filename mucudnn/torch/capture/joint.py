@@ -176,32 +176,6 @@ class Joint:
         found = _remembering(lowered, mutated, values)
         return _staying(found, self.count.results, own)
 
-    def key(self, own: Sequence[int]) -> Any:
-        """Return a key that is equal for graphs that can share a program.
-
-        Args:
-            own: Inputs that the budget counts.
-        """
-        numbers = {self.primals[i] for i in self._numbers}
-        tensors = [node for node in self.primals if node not in numbers]
-        nodes = [node for node in self.module.graph.nodes if node not in numbers]
-        places = {node: f"%{i}" for i, node in enumerate(nodes)}
-        storages: dict[int, int] = {}
-        return (
-            self.count,
-            tuple(mutated_inputs(self.output, tensors)),
-            tuple(places[self.primals[i]] for i in own if i not in self._numbers),
-            tuple(_written(self.module, n, places, storages) for n in nodes[:-1]),
-            repr([places.get(r, r) for r in self.results]),
-        )
-
-    @property
-    def results(self) -> Sequence[Any]:
-        """The results of both halves, without gradients of non-tensor inputs."""
-        flat = list(self.output.args[0])
-        missing = {self.count.results + i for i in self._numbers}
-        return [result for i, result in enumerate(flat) if i not in missing]
-
     def split(
         self, halves: Halves
     ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
@@ -241,24 +215,6 @@ class Joint:
 
 _UNSAID = object()
 """Marks a result without metadata."""
-
-
-def _written(
-    module: torch.fx.GraphModule,
-    node: torch.fx.Node,
-    places: Mapping[torch.fx.Node, str],
-    storages: dict[int, int],
-) -> Any:
-    """Return a node's operation, arguments by position, and layout of its result."""
-    value = node.meta.get("val")
-    lies = repr(value)
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        shared = storages.setdefault(storage_of(value), len(storages))
-        lies = repr((Layout.of(value), value.untyped_storage().nbytes(), shared))
-    constant = operator.attrgetter(node.target)(module) if node.op == "get_attr" else 0
-    asked = torch.fx.node.map_arg((node.args, dict(node.kwargs)), places.__getitem__)
-    target = node.target if node.op == "call_function" else ""
-    return node.op, target, id(constant), repr(asked), lies
 
 
 def tensor_in(node: torch.fx.Node) -> Any:

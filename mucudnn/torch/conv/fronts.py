@@ -73,10 +73,10 @@ class ConvolutionChoice:
         """
         tuner = self.tuner
         if tuner is None:
-            return plans.profile(lowered, costs)
+            return plans.profile(lowered, costs, "")
 
         def chosen(lowered: Lowered) -> Profile:
-            return with_fronts(lowered, plans.profile(lowered, costs), tuner)
+            return with_fronts(lowered, plans.profile(lowered, costs, ""), tuner)
 
         policy = tuner.batch_policy
         if not isinstance(policy, str):  # a function has no key to store it by
@@ -85,8 +85,7 @@ class ConvolutionChoice:
             *("fronts", tuner.backend.device.fingerprint),
             *(policy, str(tuner.numerics), str(tuner.memory_limit)),
         )
-        check = partial(check_fronts, lowered, tuner.backend)
-        return plans.profile(lowered, chosen, " ".join(settings), check)
+        return plans.profile(lowered, chosen, " ".join(settings))
 
     def bound(self, lowered: Lowered, plan: StepPlan) -> Lowered:
         """Return the graph with its convolutions run as planned."""
@@ -112,22 +111,6 @@ def with_fronts(lowered: Lowered, known: Profile, tuner: Tuner) -> Profile:
         workspaces={name: nbytes for name, nbytes in scratch if name not in fronts},
         fronts=fronts,
     )
-
-
-def check_fronts(lowered: Lowered, backend: Backend, known: Profile) -> None:
-    """Check stored fronts.
-
-    Raises:
-        ValueError: They are of other convolutions, or the backend cannot run them.
-    """
-    nodes = _convolution_nodes(lowered)
-    if known.fronts.keys() != nodes.keys() or nodes.keys() & known.workspaces.keys():
-        raise ValueError("fronts: they are of other nodes than the convolutions")
-    for name, front in known.fronts.items():
-        if any(not nodes[name].offers(backend, plan) for plan in front):
-            raise ValueError(f"fronts: {name!r} cannot be run so")
-        if known.node_ms[name] != fastest_of(front).time_ms:
-            raise ValueError(f"fronts: {name!r} takes another time than its plans")
 
 
 def _convolution_nodes(lowered: Lowered) -> "Mapping[str, ConvolutionNode]":
@@ -360,32 +343,18 @@ class ConvolutionNode:
         dense = (r.dtype.itemsize * math.prod(r.shape) for r in self.results)
         return sum(map(int, dense))
 
-    def offers(self, backend: Backend, plan: ConvPlan) -> bool:
-        """Return whether a plan is of this convolution, with the memory that it needs.
-
-        The measured peak may be lower by the results, if these are allocated after the
-        workspace was freed.
-        """
-        if plan.problem != self.problem:
-            return False
-        needed = 0 if is_native(plan) else self._workspace(backend, plan)
-        return needed <= plan.workspace + self.result_bytes
-
     def bound(self, backend: Backend, plan: ConvPlan) -> Call:
         """Return the node's call by a plan."""
         if is_native(plan):
             return self.call
-        nbytes = int(self._workspace(backend, plan))
+        nbytes = max(
+            dict(backend.conv.algorithms(self.problem.with_batch(step.batch)))[
+                step.algo
+            ]
+            for step in plan.steps
+        )
         kernel = Kernel(backend.bind(plan), nbytes, _allocated)
         return replace(self.call, function=self._function(kernel))
-
-    def _workspace(self, backend: Backend, plan: ConvPlan) -> float:
-        """Return the bytes that a plan needs; infinity if it is not offered."""
-        found = []
-        for step in plan.steps:
-            offered = dict(backend.conv.algorithms(self.problem.with_batch(step.batch)))
-            found.append(offered.get(step.algo, math.inf))
-        return max(found)
 
     def _function(self, kernel: Kernel) -> Callable[..., Any]:
         """Return a function with the signature of PyTorch's operator."""
