@@ -352,8 +352,8 @@ def test_a_forked_child_goes_on_with_a_step_that_offloads(offload_state):
         parts.step(budget=0, **options).prepare(*parts.batches[0])
     step = parts.step(budget=caught.value.least_bytes, **options)
     step(*parts.batches[0])
-    threads = step._last.bound.segment.run.__globals__["copy_back"].__self__._threads
-    assert any(thread._started for thread in threads.value)
+    copies = step._last.bound.segment.run.__globals__["copy_back"].__self__
+    assert copies._copier._last
     before = parts.now()
     step(*parts.batches[1])
     after = parts.now()[0]

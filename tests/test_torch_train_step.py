@@ -129,14 +129,14 @@ def test_random_numbers_are_drawn_again_as_they_were(replayed, monkeypatch):
 def test_copies_are_waited_for(waited, monkeypatch):
     wanted = eager("mlp", sgd)
     least = least_budget("mlp", sgd)
-    copied, over = copies._Job.__call__, threading.Event()
+    moved, over = copies.move, threading.Event()
 
-    def late(job):
+    def late(source, target):
         over.wait(0.01 if waited else 300)
-        copied(job)
+        moved(source, target)
 
     monkeypatch.setattr(copies, "MANY", 1)  # nothing is copied where it is asked for
-    monkeypatch.setattr(copies._Job, "__call__", late)
+    monkeypatch.setattr(copies, "move", late)
     if not waited:  # which must be noticed
         monkeypatch.setattr(copies.OffloadedStorage, "wait", lambda stored: None)
     try:

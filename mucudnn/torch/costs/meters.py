@@ -102,7 +102,7 @@ class CpuMeter:
         # All memory is touched once, as that of a step mostly is.
         source = torch.ones(_PIECES, _CPU_COPIED, dtype=torch.uint8, device="cpu")
         host = host_bytes(source.numel()).view(source.shape).copy_(source)
-        memory = source, host, source.clone()
+        memory = source.numpy(), host.numpy(), source.clone().numpy()
         once = max(1e-6, _seconds(call, 1, time.perf_counter))
         count = max(1, round(_ROUND_S / once))
         clock = _clock()
@@ -128,7 +128,7 @@ class CpuMeter:
 
 
 @contextmanager
-def _copying(memory: tuple[torch.Tensor, ...]) -> Iterator[list[tuple[float, float]]]:
+def _copying(memory: Sequence[Any]) -> Iterator[list[tuple[float, float]]]:
     """Copy there and back in a thread until the `with` ends, at least once.
 
     Args:
@@ -144,9 +144,9 @@ def _copying(memory: tuple[torch.Tensor, ...]) -> Iterator[list[tuple[float, flo
         while not (ended.is_set() and pairs):
             source, host, target = (held[len(pairs) % _PIECES] for held in memory)
             start = clock()
-            move(source, host, _CPU_COPIED)
+            move(source, host)
             between = clock()
-            move(host, target, _CPU_COPIED)
+            move(host, target)
             pairs.append((between - start, clock() - between))
 
     thread = threading.Thread(target=copy, daemon=True)

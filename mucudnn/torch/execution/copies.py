@@ -1,31 +1,27 @@
 """Copies to the host and back by two threads, for programs on the CPU.
 
 Host memory does not come from PyTorch's allocator, so it is not counted as the
-device's. One thread offloads and one prefetches. A small copy takes less time than
-waking a thread, so it is made at once. A forked child has its own threads and memory.
+device's. The threads are those of `CpuCopier`: one offloads and one prefetches. A small
+copy takes less time than waking a thread, so it is made at once.
 
-Bytes are moved by the C library, not by an operation of PyTorch: that would start
-threads beside those of the computation, and hold Python's global lock for longer.
+Bytes are moved by NumPy, not by an operation of PyTorch: that would start threads
+beside those of the computation, and hold Python's global lock for longer.
 """
 
-import ctypes
 import mmap
-import queue
-import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
+import numpy as np
 import torch
 
-from mucudnn.processes import PerProcess
+from mucudnn.backends.cpu.device import CpuCopier, CpuTicket
+from mucudnn.backends.device import Way
 
 MANY = 256 << 10
 """Bytes from which on a copy is handed to a thread."""
-
-_Bytes: TypeAlias = torch.Tensor | torch.UntypedStorage
-"""A storage, or a tensor whose elements are contiguous."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +60,7 @@ class ThreadCopies:
     def __init__(self, *, reuse: bool) -> None:
         self._hosts: dict[Hashable, torch.Tensor] | None = {} if reuse else None
         self._memory = _HostMemory()
-        self._threads = PerProcess(lambda: (_CopyThread(), _CopyThread()))
+        self._copier = CpuCopier(move)
 
     def start_run(self) -> Callable[[torch.Tensor, str], OffloadedStorage]:
         """Return the function that offloads a tensor of a storage in one run."""
@@ -85,16 +81,13 @@ class ThreadCopies:
         """Begin to copy an offloaded storage back; return its new bytes."""
         host = offloaded.host
         found = torch.empty(host.numel(), dtype=torch.uint8, device="cpu")
-        _, back = self._threads.value
-        offloaded.done = back.copy(host, found, host.numel(), offloaded.done)
+        offloaded.done = self._begun("back", host, found, offloaded.done)
         return found
 
     def write_back(self, tensor: torch.Tensor, offloaded: OffloadedStorage) -> None:
         """Begin to copy the storage of a tensor to the bytes that it came from."""
-        storage = tensor.untyped_storage()
-        host = offloaded.host
-        out, _ = self._threads.value
-        offloaded.done = out.copy(storage, host, host.numel(), offloaded.done)
+        whole, host = bytes_of(tensor), offloaded.host
+        offloaded.done = self._begun("out", whole, host, offloaded.done)
 
     def on_host(self, host: torch.Tensor, storage: str) -> OffloadedStorage:
         """Return a storage that is on the host, with no copy in flight."""
@@ -102,14 +95,24 @@ class ThreadCopies:
 
     def synchronize(self) -> None:
         """Wait for all copies: one may write what a user is about to restore."""
-        for thread in self._threads.value:
-            if thread.last is not None:
-                self.wait(thread.last)
+        self._copier.finish()
 
-    def wait(self, done: threading.Lock) -> None:
-        """Wait for a copy, whose lock is free when it is done."""
-        with done:
-            pass
+    def wait(self, done: CpuTicket) -> None:
+        """Wait for a copy."""
+        self._copier.wait(done)
+
+    def _begun(
+        self, way: Way, source: torch.Tensor, target: torch.Tensor, after: Any
+    ) -> CpuTicket | None:
+        """Begin to copy bytes behind another copy; None if they are copied already."""
+        if target.numel() >= MANY:
+            begin = self._copier.prebind(way, source.numpy(), target.numpy())
+            ticket: CpuTicket = begin(() if after is None else (after,))
+            return ticket
+        if after is not None:
+            after.wait()
+        move(source.numpy(), target.numpy())
+        return None
 
 
 class _HostMemory:
@@ -133,71 +136,9 @@ class _HostMemory:
         return torch.frombuffer(held, dtype=torch.uint8)[:nbytes]
 
 
-class _CopyThread:
-    """Makes copies in their order, in a thread that starts when it is needed."""
-
-    def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.last: threading.Lock | None = None
-        self._started = False
-        weakref.finalize(self, self.jobs.put, None)
-
-    def copy(
-        self,
-        source: _Bytes,
-        target: _Bytes,
-        nbytes: int,
-        after: "threading.Lock | None",
-    ) -> "threading.Lock | None":
-        """Queue one copy, after another; return a lock that is free when it is done.
-
-        None if it is done already.
-        """
-        # Handing a small copy to the thread takes longer than copying it.
-        if nbytes < MANY:
-            if after is not None:
-                with after:
-                    pass
-            move(source, target, nbytes)
-            return None
-        if not self._started:
-            threading.Thread(target=_work, args=(self.jobs,), daemon=True).start()
-            self._started = True
-        self.last = done = threading.Lock()
-        done.acquire()
-        self.jobs.put(_Job(source, target, nbytes, after, done))
-        return done
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One copy; drops its references to the bytes before it reports to be done."""
-
-    source: _Bytes
-    target: _Bytes
-    nbytes: int
-    after: "threading.Lock | None"
-    done: threading.Lock
-
-    def __call__(self) -> None:
-        if self.after is not None:
-            with self.after:
-                pass
-        try:
-            move(self.source, self.target, self.nbytes)
-        finally:
-            del self.source, self.target
-            self.done.release()
-
-
-def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
-    while (job := jobs.get()) is not None:
-        job()
-
-
-def move(source: _Bytes, target: _Bytes, nbytes: int) -> None:
+def move(source: Any, target: Any) -> None:
     """Copy bytes in the calling thread."""
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+    np.copyto(target, source)
 
 
 def host_bytes(nbytes: int) -> torch.Tensor:
