@@ -27,9 +27,6 @@ UNSEEN = {
     "…; …",
     "…: …; …",
     "… must be …, got …",
-    "fronts: they are of other nodes than the convolutions",
-    "fronts: … cannot be run so",
-    "fronts: … takes another time than its plans",
 }
 """Parts of other messages, and what would be a fault of ours."""
 
