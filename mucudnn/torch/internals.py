@@ -28,6 +28,25 @@ from mucudnn.torch.source_lines import storage_of
 _CHECK = torch.ops.aten._linalg_check_errors.default
 
 
+@contextmanager
+def replaced(holder: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of a module, a class or an object other values in this context.
+
+    PyTorch has no public way to choose another function for a while.
+    """
+    before = {name: vars(holder)[name] for name in values if name in vars(holder)}
+    try:
+        for name, value in values.items():
+            setattr(holder, name, value)
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(holder, name, before[name])
+            else:
+                delattr(holder, name)
+
+
 def aot_compiled(
     module: torch.fx.GraphModule,
     inputs: Sequence[Any],
@@ -135,11 +154,8 @@ def kernels_corrected(
         found = dispatch(func, types, args, kwargs)
         return correct(mode, func, (args, kwargs or {}), found)
 
-    mode.dispatch = corrected
-    try:
+    with replaced(mode, dispatch=corrected):
         yield
-    finally:
-        del mode.dispatch
 
 
 def examples_of(given: Sequence[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.reads import ReadRecorder
+from mucudnn.torch.internals import replaced
 from mucudnn.torch.source_lines import line_now
 
 
@@ -62,13 +63,9 @@ def output_noted(recorder: ReadRecorder) -> Iterator[None]:
         handle(logger, record)
 
     recorder.lend(vars(builtins), "print", "builtin 'print'")
-    builtins.print = noting_print
-    logging.Logger.handle = noting_handle  # type: ignore[assignment,method-assign]
-    try:
+    handler = replaced(logging.Logger, handle=noting_handle)
+    with replaced(builtins, print=noting_print), handler:
         yield
-    finally:
-        builtins.print = show
-        logging.Logger.handle = handle  # type: ignore[method-assign]
 
 
 class _Stateless:
@@ -87,24 +84,18 @@ class _Stateless:
         return getattr(self._generator, name)
 
 
-@contextmanager
-def seeding_refused() -> Iterator[None]:
+def seeding_refused() -> AbstractContextManager[None]:
     """Refuse a step that reads or sets the state of PyTorch's generator.
 
     A planned step draws the numbers that follow on those of the step before.
     """
-    before: Any = torch.random.default_generator
-    torch.random.default_generator = _Stateless(before)
-    try:
-        yield
-    finally:
-        torch.random.default_generator = before
+    generator = _Stateless(torch.random.default_generator)
+    return replaced(torch.random, default_generator=generator)
 
 
-@contextmanager
 def plain_checkpoints(
     noting: Callable[[bool], AbstractContextManager[None]],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Make `torch.utils.checkpoint` call its function without a checkpoint.
 
     Args:
@@ -132,16 +123,8 @@ def plain_checkpoints(
         "_checkpoint_without_reentrant_generator": plain_generator,
         "_checkpoint_without_reentrant_generator_impl": plain_generator,  # from 2.14 on
     }
-    before = {
-        name: vars(checkpoint)[name] for name in plain if name in vars(checkpoint)
-    }
-    for name in before:
-        setattr(checkpoint, name, plain[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(checkpoint, name, value)
+    known = {name: new for name, new in plain.items() if name in vars(checkpoint)}
+    return replaced(checkpoint, **known)
 
 
 # Batch norms with cumulative averages, `momentum=None`.

@@ -16,8 +16,8 @@ Loops over large buffers are kernels of their own, see `_separate_loops`. New va
 buffers are results of the forward half; the plan stores them at its end.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._triton import has_triton
 
 from mucudnn.errors import MucudnnError
+from mucudnn.torch.internals import replaced
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 
 _LARGE = 1 << 17
@@ -332,24 +333,19 @@ _GIVEN = "primals_", "tangents_"
 """Beginnings of the names of what is given to a step, by the partitioner."""
 
 
-@contextmanager
-def _aligned(fakes: Iterable[Any]) -> Iterator[None]:
+def _aligned(fakes: Iterable[Any]) -> AbstractContextManager[None]:
     """Have kernels for CUDA rely on the alignment of these inputs only.
 
     Inductor relies on that of all inputs, and its own runner, which is not used here,
     copies others before every call: a batch may be a slice.
     """
     known = {id(fake) for fake in fakes}
+    before = inductor_graph.should_assume_input_aligned
 
-    def should_assume_input_aligned(example: torch.Tensor) -> bool:
+    def is_aligned(example: torch.Tensor) -> bool:
         return id(example) in known and before(example)
 
-    before = inductor_graph.should_assume_input_aligned
-    inductor_graph.should_assume_input_aligned = should_assume_input_aligned
-    try:
-        yield
-    finally:
-        inductor_graph.should_assume_input_aligned = before
+    return replaced(inductor_graph, should_assume_input_aligned=is_aligned)
 
 
 def _middle_of_windows(joint: torch.fx.GraphModule) -> int | None:
@@ -368,8 +364,7 @@ def _middle_of_windows(joint: torch.fx.GraphModule) -> int | None:
     return places.pop() if len(places) == 1 else None
 
 
-@contextmanager
-def _separate_loops() -> Iterator[None]:
+def _separate_loops() -> AbstractContextManager[None]:
     """Have Inductor write loops over large buffers as kernels of their own.
 
     On the CPU it writes all loops between two calls of PyTorch's functions as one C++
@@ -388,12 +383,7 @@ def _separate_loops() -> Iterator[None]:
         is_part = isinstance(nodes[-1].node.maybe_get_layout(), NonOwningLayout)
         return touched >= _LARGE and not is_part
 
-    before = CppScheduling.ready_to_flush
-    CppScheduling.ready_to_flush = ready_to_flush
-    try:
-        yield
-    finally:
-        CppScheduling.ready_to_flush = before
+    return replaced(CppScheduling, ready_to_flush=ready_to_flush)
 
 
 def _names(results: Sequence[Any]) -> list[str | None]:

@@ -57,6 +57,7 @@ from mucudnn.torch.inductor.compiling import (
 )
 from mucudnn.torch.inductor.sizes import CompiledSizes
 from mucudnn.torch.inductor.wrapper_text import define, read_wrapper
+from mucudnn.torch.internals import replaced
 from mucudnn.torch.lowering.lowered import (
     Call,
     Layout,
@@ -483,23 +484,16 @@ def _compiled(
 @contextmanager
 def _fused_products() -> Iterator[None]:
     """Have Inductor write products with sums for the CPU that are rounded once."""
-    functions = {CppOverrides: "std::fma", CppVecOverrides: "at::vec::fmadd"}
 
     def written(function: str) -> Any:
         return staticmethod(lambda x, y, z: f"{function}({x}, {y}, {z})")
 
-    before = {overrides: vars(overrides).get("fma") for overrides in functions}
-    try:
-        for overrides, function in functions.items():
-            overrides.fma = written(function)
+    # The passes of other sizes are compiled later, by what PyTorch has there.
+    with (
+        replaced(CppOverrides, fma=written("std::fma")),
+        replaced(CppVecOverrides, fma=written("at::vec::fmadd")),
+    ):
         yield
-    finally:
-        # The passes of other sizes are compiled later, by what PyTorch has there.
-        for overrides, function in before.items():
-            if function is None:
-                del overrides.fma
-            else:
-                overrides.fma = function
 
 
 def _bound_call(found: _Kernel, group: _Group, size: int) -> Call:
