@@ -171,6 +171,7 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
 
     Attributes:
         known: The values that were used, in order.
+        outcome: Outcome of every branch that values decide; None to find it out.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
     ) -> None:
         super().__init__()
         self.known: list[Known] = []
+        self.outcome: Any = None
         self._names = names
         self._given = list(given)
         self._fixed = fixed
@@ -200,6 +202,8 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
         try:
             return super().evaluate_sym_node(sym_node, *args, **kwargs)
         except GuardOnDataDependentSymNode:
+            if self.outcome is not None:
+                return self.outcome
             decided = None
             if sym_node.pytype in (bool, int):
                 decided = self._decided(sym_node.expr, sym_node.pytype is int)

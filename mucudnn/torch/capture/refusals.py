@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import sympy
 import torch
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.fake_tensor import (
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.known_values import KnownShapes, known_result, of_known_shape
 from mucudnn.torch.capture.many_tensor_updates import FUSED, record_fused
-from mucudnn.torch.capture.op_overrides import CountedAverages, gaussian_nll
+from mucudnn.torch.capture.op_overrides import CountedAverages
 from mucudnn.torch.capture.reads import ReadRecorder, UnsoundCaptureError
 from mucudnn.torch.capture.undeclared_writes import recorded_call, writes_of
 from mucudnn.torch.distributed.sharding import is_own_collective
@@ -245,6 +246,7 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
     Args:
         averages: The batch norms with cumulative averages.
         recorder: Notes the values that Python asks for.
+        shapes: Decides what PyTorch's own code asks.
 
     Attributes:
         stand_ins: Tensors of the capture, by the identity of the parameter or buffer
@@ -252,10 +254,13 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
         batch: Identities of the tensors of the batch, whose gradients are unknown.
     """
 
-    def __init__(self, averages: CountedAverages, recorder: ReadRecorder) -> None:
+    def __init__(
+        self, averages: CountedAverages, recorder: ReadRecorder, shapes: KnownShapes
+    ) -> None:
         super().__init__()
         self._averages = averages
         self._recorder = recorder
+        self._shapes = shapes
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.batch: frozenset[int] = frozenset()
 
@@ -280,7 +285,7 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             torch._assert_async(args[0].all(), _OUTSIDE)
             return True
         if func is functional.gaussian_nll_loss:
-            return gaussian_nll(*args, **kwargs)
+            return self._gaussian_loss(*args, **kwargs)
         if func in (functional.ctc_loss, torch.ctc_loss):
             # PyTorch would turn numbers into tensors by writes in place.
             lengths = map(torch.as_tensor, args[2:4])
@@ -322,6 +327,19 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
         ):
             self._recorder.asked(func, args[0], result)
         return result
+
+    def _gaussian_loss(
+        self, input: Any, target: Any, var: Any, *more: Any, **options: Any
+    ) -> Any:
+        """Call `gaussian_nll_loss`, whose check of variances becomes an operation."""
+        if isinstance(var, torch.Tensor):
+            is_fine = torch.logical_not(torch.any(var < 0))
+            torch._assert_async(is_fine, "var has negative entry/entries")
+        self._shapes.outcome = sympy.false  # of the check in Python
+        try:
+            return functional.gaussian_nll_loss(input, target, var, *more, **options)
+        finally:
+            self._shapes.outcome = None
 
 
 def _is_asked_by_user(frame: FrameType | None) -> bool:

@@ -338,7 +338,7 @@ class _Tracer:
         # Tracing disables autocast's cache, so a parameter would be cast at every use,
         # and gradients summed behind the casts back. Tracing restores the flag itself.
         torch.set_autocast_cache_enabled(self._casts_once)
-        functions = StepFunctions(self.averages, self.recorder)
+        functions = StepFunctions(self.averages, self.recorder, self.shapes)
         with (
             FunctionalTensorMode(),
             RefusedOperations(self.recorder, self.shapes),
