@@ -30,12 +30,7 @@ def run_eager_step(
     Gradients of the step start from none. Afterwards, also behind an exception, `grad`
     of parameters, of the batch and of whatever else the loss depends on is as before.
 
-    Args:
-        model: Called with the first argument of the batch and with those by name.
-        loss_fn: Called with the model's result and the rest of the batch.
-        optimizer: Makes the update; it is given a closure if it cannot do without.
-        batch: As `TrainStep` was called with it.
-        settings: How gradients are accumulated, scaled and clipped.
+    The optimizer is given a closure if it cannot do without one.
 
     Raises:
         UnsupportedError: The optimizer needs a closure, and there is a scaler.

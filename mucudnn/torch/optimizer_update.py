@@ -67,14 +67,8 @@ class EagerUpdate:
     ) -> "EagerUpdate | None":
         """Describe the update behind captured passes; None if it is captured itself.
 
-        Args:
-            optimizer: Stays as it is.
-            captured: The passes.
-            parts: Parameters, buffers and state of the step.
-            reason: Why the update is not captured.
-            parameters: The optimizer's by name, if they are not those of `parts`.
-            foreach: As `measured_update` takes it.
-            usage: What was measured before; None measures it.
+        `reason` says why it is not captured. The optimizer's `parameters` by name are
+        given if they are not those of `parts`; without `usage` the update is measured.
 
         Raises:
             UnsupportedError: The update cannot be measured; says why.
@@ -195,11 +189,8 @@ def measured_update(
 ) -> UpdateBytes:
     """Measure a few updates of a copy of an optimizer.
 
-    Args:
-        optimizer: Stays as it is.
-        trained: The parameters that have gradients, by `id`.
-        foreach: The copy's `foreach` where the optimizer leaves that open; PyTorch
-            takes kernels over many tensors on a GPU, which need more.
+    The parameters that have gradients are `trained`, by `id`. `foreach` is used where
+    the optimizer leaves it open: kernels over many tensors, as on a GPU, need more.
 
     Raises:
         UnsupportedError: It cannot be copied, its update fails, or it needs more with

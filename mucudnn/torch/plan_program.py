@@ -369,10 +369,8 @@ class LoweredStep:
         least peak. Where a plan that fits is slower than one that does not, plans
         between the two are tried.
 
-        Args:
-            options: How the first plan was made.
-            first: A plan within the budget in requested bytes.
-            least: The least peak of any plan, as far as it is known.
+        The first plan, made by the options, is within the budget in requested bytes; no
+        plan is known to have less than the `least` peak.
 
         Returns:
             The fastest plan that fits; if none does, the one that reserves least.

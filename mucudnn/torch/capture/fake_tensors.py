@@ -328,10 +328,6 @@ class KernelResults:
     ) -> ResultT:
         """Capture a graph again until measurements agree with it; return its use.
 
-        Args:
-            capture: Captures a graph, with these results.
-            use: Measures a graph, and returns what is made of it.
-
         Raises:
             UnsupportedError: An operation's results differ in every capture.
         """
@@ -362,11 +358,7 @@ class KernelResults:
     ) -> Any:
         """Return fake results with the layouts that the kernel really returns.
 
-        Args:
-            mode: The fake mode.
-            function: The operation.
-            given: Its positional and keyword arguments.
-            results: The results of PyTorch's model.
+        `given` are the operation's arguments, by position and by name.
         """
         with mode:
             results = corrected(function, given[0], results)

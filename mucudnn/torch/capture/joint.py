@@ -91,8 +91,7 @@ class Joint:
     def lowered(self, own: Sequence[int]) -> Lowered:
         """Lower the graph; nodes that depend on a tangent are the backward pass.
 
-        Args:
-            own: Inputs that are parameters or buffers.
+        `own` are its inputs that are parameters or buffers.
         """
         following = set(self.tangents)
         begun = False
@@ -112,10 +111,7 @@ class Joint:
     def compiled(self, own: Sequence[int], sizes: Any, *, tuned: bool) -> Lowered:
         """Compile the graph by Inductor, and lower it with the kernels as nodes.
 
-        Args:
-            own: Inputs that are parameters or buffers.
-            sizes: The `CompiledSizes` that were compiled before.
-            tuned: Whether a tuner may plan its convolutions.
+        `own` are its inputs that are parameters or buffers.
 
         Raises:
             NotCompiledError: It cannot be compiled; says why.
@@ -339,10 +335,7 @@ def _remembering(
     them as well. The forward half copies the inputs that the backward half reads:
     Inductor recomputes from inputs what the model computed before it changed them.
 
-    Args:
-        lowered: The graph.
-        mutated: The mutated inputs.
-        values: The results that are their new values.
+    `values` are the results that are new values of the `mutated` inputs.
     """
     changed = tuple(
         dict.fromkeys(t for i in mutated if (t := lowered.inputs[i]) is not None)

@@ -109,12 +109,7 @@ Known = Decision | KnownTensors
 def known_values(
     known: Sequence[Known], given: Sequence[torch.Tensor]
 ) -> list[torch.Tensor] | None:
-    """Return a graph's inputs; None if Python would decide otherwise than it did.
-
-    Args:
-        known: What the capture used, in its order.
-        given: The tensors of the step.
-    """
+    """Return a graph's inputs; None if Python would decide otherwise than it did."""
     inputs = list(given)
     outcomes: dict[Any, int] = {}  # parameters mostly have the same step
     for value in known:
@@ -241,12 +236,8 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
     ) -> _Call | None:
         """Return a call as a function of the inputs; None if it is not one.
 
-        Args:
-            function: The function of the call.
-            args: Its arguments, with nodes of the graph.
-            kwargs: Its arguments by name.
-            of_batch: Whether it may depend on the batch and buffers only. Counts of the
-                optimizer change at every step: only branches may depend on them.
+        With `of_batch`, it may depend on the batch and buffers only: counts of the
+        optimizer change at every step, and only branches may depend on them.
         """
         leaves = pytree.tree_leaves((args, kwargs))
         pending = [n for n in leaves if isinstance(n, torch.fx.Node)]
@@ -392,12 +383,6 @@ def of_known_shape(
 
     Masks become indices, and numbers that are sizes or places become those of the
     present batch.
-
-    Args:
-        shapes: The values that are known.
-        function: The operation.
-        args: Its arguments.
-        kwargs: Its arguments by name.
     """
     args, kwargs = _with_numbers(function, args, kwargs)
     if function is _aten.masked_select.default:

@@ -233,9 +233,7 @@ class Merger:
     ) -> list[Node]:
         """Return the nodes of some updates, merged where they are alike.
 
-        Args:
-            nodes: In a valid order.
-            before: The nodes that each one depends on.
+        The nodes are in a valid order; `before` has those that each one depends on.
         """
         # Nodes on one level of the longest paths never depend on each other.
         level: dict[str, int] = {}

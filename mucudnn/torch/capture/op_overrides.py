@@ -26,12 +26,7 @@ from mucudnn.torch.source_lines import line_now
 
 @contextmanager
 def uncompiled(root: torch.nn.Module, recorder: ReadRecorder) -> Iterator[None]:
-    """Run what `torch.compile` and `Module.compile` have compiled as written.
-
-    Args:
-        root: Module that contains all modules.
-        recorder: Notes the compiled calls as temporarily replaced.
-    """
+    """Run what `torch.compile` and `Module.compile` have compiled as written."""
     held = [(m, m._compiled_call_impl) for m in root.modules() if m._compiled_call_impl]
     for module, _ in held:
         recorder.lend(vars(module), "_compiled_call_impl", "what a module compiled")
@@ -46,11 +41,7 @@ def uncompiled(root: torch.nn.Module, recorder: ReadRecorder) -> Iterator[None]:
 
 @contextmanager
 def output_noted(recorder: ReadRecorder) -> Iterator[None]:
-    """Note where the step prints or logs.
-
-    Args:
-        recorder: Takes the first such line, and `print` as temporarily replaced.
-    """
+    """Note where the step prints or logs."""
     show, handle = builtins.print, logging.Logger.handle
 
     def noting_print(*args: Any, **kwargs: Any) -> None:
@@ -162,11 +153,7 @@ class CountedAverages:
 
     @contextmanager
     def marked(self, recorder: ReadRecorder) -> Iterator[None]:
-        """Set the momentum of each norm to a mark of its own, which `called` knows.
-
-        Args:
-            recorder: Notes the momenta as temporarily replaced.
-        """
+        """Set the momentum of each norm to a mark of its own, which `called` knows."""
         self._marks = {_mark(i): norm for i, norm in enumerate(self._norms.values())}
         self._counts = {}
         for mark, norm in self._marks.items():

@@ -276,9 +276,7 @@ def make_state(
     with dampening. State that is not created here is created by the first step, which
     then has a plan of its own.
 
-    Args:
-        optimizer: The optimizer.
-        own: The `id` of each parameter to create state for; None for all parameters.
+    `own` has the `id` of each parameter to create state for; None is all of them.
     """
     missing = [
         (group, p)
@@ -557,10 +555,7 @@ def _collected(
 ) -> dict[int, list[Node]]:
     """Return updates by the node that they follow, with some moved behind a later node.
 
-    Args:
-        behind: Updates by the position of the last node that they depend on.
-        nbytes: Bytes of each tensor of the passes.
-        together: Most bytes of gradients that are read by the updates of one position.
+    At one position are updates of at most `together` bytes of gradients.
     """
     found: dict[int, list[Node]] = {}
     waiting: list[Node] = []

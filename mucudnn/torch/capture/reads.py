@@ -426,8 +426,7 @@ class ReadRecorder:
     def put_back(self, *, with_plain: bool = True) -> None:
         """Give all noted state the value that it had before the step.
 
-        Args:
-            with_plain: Whether that includes state that holds no tensor now.
+        Unless `with_plain`, state that holds no tensor stays as the step left it.
         """
         for effect in self.effects():
             leaves = pytree.tree_leaves(effect.after)
@@ -482,10 +481,6 @@ class ReadRecorder:
 
     def check_effects(self, effects: Sequence[Effect], leaves: Iterable[Any]) -> None:
         """Refuse effects that cannot be had again after a run of the captured step.
-
-        Args:
-            effects: The effects.
-            leaves: What stands for parameters.
 
         Raises:
             UnsoundCaptureError: The step keeps an object that it has made, which may

@@ -424,8 +424,7 @@ class _Tracer:
     def noting_changes(self, preserves: bool) -> Iterator[None]:
         """Note the first piece of state that is changed within this context.
 
-        Args:
-            preserves: Whether random numbers are no change.
+        Random numbers are no change if it `preserves` them.
         """
 
         def values() -> dict[Any, tuple[str, Any]]:
@@ -643,12 +642,7 @@ class Nesting:
     def filled(
         self, computed: Sequence[torch.Tensor], stored: Sequence[torch.Tensor]
     ) -> Any:
-        """Return new containers with the tensors of a run.
-
-        Args:
-            computed: Tensors that it has computed.
-            stored: Inputs of it, at `CapturedStep.stored`.
-        """
+        """Return new containers with the tensors of a run."""
         made: dict[Any, Any] = {}
 
         def fill(part: Any) -> Any:
@@ -680,10 +674,8 @@ def nesting_of(
 ) -> tuple[Nesting, list[torch.Tensor], list[int]]:
     """Return the nesting of a container, computed tensors in it, and places of inputs.
 
-    Args:
-        value: The container.
-        inputs: Places of the step's inputs by the identity of what stands for them.
-        is_kept: Whether an inner container was there before the step: it stays itself.
+    `inputs` has their places by the identity of what stands for them; a container that
+    `is_kept` was there before the step, and stays itself.
     """
     known: dict[int, Any] = {}
     alive: list[Any] = []  # identities are compared

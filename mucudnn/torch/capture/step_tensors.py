@@ -269,9 +269,7 @@ def scheduled_floats(
     `CyclicLR` and `OneCycleLR` leave `max_momentum` in groups whose momentum or beta
     they change: these are known before the first change.
 
-    Args:
-        optimizer: The optimizer.
-        keys: Further hyperparameters, which were seen to change.
+    `keys` are further ones, which were seen to change.
     """
     return tuple(
         Read(
@@ -379,10 +377,7 @@ def places_of(
 
     Tied tensors have several names; a module that is used several times has one.
 
-    Args:
-        root: The module.
-        given: Other tensors, by the names that its own have among `named_parameters`
-            and `named_buffers`.
+    `given` has other tensors by the names that the root's own have.
     """
     own = (*root.named_parameters(), *root.named_buffers())
     first = {id(tensor): name for name, tensor in own}

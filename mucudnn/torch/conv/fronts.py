@@ -66,10 +66,7 @@ class ConvolutionChoice:
     ) -> Profile:
         """Return a graph's costs, with the fronts of its convolutions.
 
-        Args:
-            lowered: The graph.
-            costs: Measures it as PyTorch's kernels run it.
-            plans: Stores measurements. Fronts are stored for tuners of equal settings.
+        Fronts are stored for tuners of equal settings.
         """
         tuner = self.tuner
         if tuner is None:

@@ -190,10 +190,8 @@ def planned_backward(
 ) -> Run:
     """Return a planned `aten::convolution_backward`, which takes PyTorch's first.
 
-    Args:
-        kernels: Those of the input's and the filters' gradient; None for PyTorch's.
-        transposed: Whether the convolution is transposed.
-        mask: Which gradients to compute: of input, filters and bias.
+    Kernels are those of the input's and the filters' gradient, None for PyTorch's; the
+    mask chooses gradients of input, filters and bias.
     """
     dx, dw, db = mask
     theirs = [dx and kernels[0] is None, dw and kernels[1] is None, False]

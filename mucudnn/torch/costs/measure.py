@@ -403,10 +403,7 @@ def allocations_of_nodes(
 ) -> dict[str, Sequence[tuple[int, int]]]:
     """Return in which order nodes on CUDA allocate results and scratch memory.
 
-    Args:
-        lowered: The graph.
-        workspaces: Bytes of scratch memory by node.
-        known: What was found before by `call_key`; the rest is added.
+    `known` has what was found before by `call_key`, and gets the rest.
 
     Returns:
         Node with several large pieces -> the number of an output, or a negative number

@@ -203,10 +203,7 @@ class Sharding:
     ) -> dict[str, torch.Tensor | None]:
         """Return means of gradients over the ranks: of sharded ones this rank's part.
 
-        Args:
-            gradients: By parameter.
-            order: Parameters in the order in which the backward pass has gradients.
-            whole: Whole parameters.
+        `order` is that in which the backward pass has gradients.
         """
         found = dict(gradients)
         given = {n: gradients[n] for n in order if gradients.get(n) is not None}
@@ -455,9 +452,7 @@ def _check_group(group: Any) -> None:
 def distributed_data_parallel(model: DistributedDataParallel, prefix: str) -> Sharding:
     """Return how `DistributedDataParallel` sums a model's gradients.
 
-    Args:
-        model: The wrapped model.
-        prefix: Begin of the names of its parameters and buffers in a step.
+    Names of its parameters and buffers in a step begin with `prefix`.
 
     Raises:
         UnsupportedError: It has a setting under which a captured step would differ.
@@ -639,9 +634,7 @@ def _released(
 def wait_for_release(tensor: torch.Tensor, holders: int) -> None:
     """Wait until gloo has released a tensor, a second at most.
 
-    Args:
-        tensor: Operand of a collective that is complete.
-        holders: Its references before the collective.
+    `holders` are its references before the collective, which is complete.
     """
     deadline = time.monotonic() + _RELEASE_S
     while tensor._use_count() > holders and time.monotonic() < deadline:

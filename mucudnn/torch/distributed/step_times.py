@@ -46,12 +46,7 @@ def measure_steps(
 ) -> StepTable:
     """Return the table of step times of this rank.
 
-    Args:
-        model: The model, before it is wrapped.
-        loss_fn: Takes the model's result and the rest of a batch.
-        example: A batch of any size: the model's input, then the loss's arguments.
-        least: The smallest batch size.
-        most: The largest batch size; the table ends earlier if memory runs out.
+    Sizes are from `least` to `most`; the table ends earlier if memory runs out.
     """
     device = device_of(model)
     name = "cpu" if device.type != "cuda" else torch.cuda.get_device_name(device)

@@ -87,13 +87,9 @@ def reserve(
 ) -> int:
     """Reserve the memory of a step, and find out how much it needs beyond its peak.
 
-    Args:
-        lowered: The step.
-        schedule: Its instructions.
-        nbytes: The most bytes of tensors and scratch memory that the step allocates.
-        allowed: Bytes that may be reserved beyond these: more segments are tried until
-            they suffice.
-        pieces: In which order nodes allocate, as `allocations_of_nodes` says.
+    More segments are tried until they fit into the `allowed` bytes beyond `nbytes`, the
+    most that tensors and scratch memory of the step take. `pieces` are those of
+    `allocations_of_nodes`.
 
     Returns:
         Bytes that the allocator has to reserve beyond these.

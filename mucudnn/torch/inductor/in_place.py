@@ -52,10 +52,7 @@ def candidates(
 def keeps_bits(line: KernelLine, operand: str, given: Sequence[torch.Tensor]) -> bool:
     """Return whether a line has the same results with the first one in place.
 
-    Args:
-        line: The line.
-        operand: The operand that its first result overwrites.
-        given: Its operands, which are not changed.
+    The given operands are not changed.
     """
     assert line.into is not None
     expected = _as_tuple(line.function(*given))

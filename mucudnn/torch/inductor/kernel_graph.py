@@ -450,10 +450,7 @@ def lower_passes(
 ) -> dict[torch.fx.Node, str]:
     """Compile two passes and add their kernels; return the tensor of each result.
 
-    Args:
-        passes: The passes.
-        graph: What the kernels are added to.
-        made: Results of passes that it has already -> their tensors.
+    `made` has the tensors of results of passes that were added before.
 
     Raises:
         NotCompiledError: They cannot be compiled; says why.

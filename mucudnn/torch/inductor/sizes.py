@@ -109,9 +109,7 @@ class Sizes:
     def of(cls, seen: Sequence[Sequence[int]], axes: int) -> "Sizes | None":
         """Find symbols and terms from all numbers that were seen; the last is traced.
 
-        Args:
-            seen: All numbers of passes, several times.
-            axes: How many of the first ones are sizes of inputs.
+        The first `axes` of all numbers are sizes of inputs.
 
         Returns:
             None if a size is 0 or 1, for which PyTorch compiles other kernels, or if
@@ -199,11 +197,8 @@ class CompiledSizes:
     ) -> tuple[Any, Sequence[int]]:
         """Return compiled passes, and the values of their symbols.
 
-        Args:
-            form: What is equal for passes that differ in numbers only.
-            numbers: These numbers.
-            axes: How many of the first ones are sizes of inputs.
-            compiled: Compiles the passes.
+        `form` is equal for passes that differ in numbers only, of which the first
+        `axes` are sizes of inputs.
 
         Raises:
             NotCompiledError: They cannot be compiled.

@@ -172,11 +172,8 @@ def compile_updates(
 ) -> Lowered:
     """Return an update with operations on single elements joined and compiled.
 
-    Args:
-        lowered: The update; its last results are the new values of `targets`.
-        targets: Inputs; None for one that is no tensor.
-        apart: Nodes that stay as they are.
-        compiled: What was compiled before.
+    Its last results are the new values of `targets`, None for one that is no tensor.
+    Nodes of `apart` stay as they are.
     """
     graph = lowered.graph
     calls, layouts = dict(lowered.calls), dict(lowered.layouts)
@@ -424,10 +421,7 @@ def _compiled(
 ) -> _Kernel:
     """Compile a group's kernel.
 
-    Args:
-        operations: What it computes.
-        group: The group.
-        example: A size for which Inductor decides on threads.
+    `example` is a size for which Inductor decides on threads.
     """
     layouts = [group.layouts[name] for name in group.inputs[: group.count]]
     double = any(layout.dtype is torch.float64 for layout in layouts)
