@@ -55,7 +55,7 @@ from mucudnn.torch.plan_program import (
     PlanOptions,
     plan_program,
 )
-from mucudnn.torch.plan_store import PlanCacheChoice, graph_key
+from mucudnn.torch.plan_store import PlanCacheChoice
 from mucudnn.torch.planning import parse_budget, too_small
 from mucudnn.torch.source_lines import line_of_stack
 
@@ -357,7 +357,7 @@ class CompileBackend:
         parts.check()
         with outside_of_tracing():
             step = LoweredStep.of_joint(parts, own)
-            key = source.function, graph_key(step.lowered), parts.count, tuple(own)
+            key = source.function, parts.key(step.lowered, own)
         if key not in self._planned:
             with outside_of_tracing():
                 # What Inductor cannot compile runs operation by operation.

@@ -6,7 +6,7 @@ scheduler. The schedule is computed again from the decision, and used only if it
 instruction by instruction, the schedule that was computed first. So a plan keeps its
 budget even if an entry was damaged.
 
-Names of nodes and tensors are part of both: a capture of equal code makes equal ones.
+Nodes and tensors are identified by their position in the graph, not by name.
 """
 
 import dataclasses
@@ -99,12 +99,13 @@ class PlanStore:
         Raises:
             PlanningError: No plan fits the budget.
         """
-        return self._remembered(
+        plan: StepPlan = self._remembered(
             (_PLAN, _PLAN, lowered, request),
             lambda: plan_step(request),
-            decision_to,
-            partial(replay_decision, request),
+            partial(decision_to, words_of(lowered)),
+            partial(replay_decision, words_of(lowered), request),
         )
+        return plan
 
     def _remembered(
         self,
@@ -117,10 +118,12 @@ class PlanStore:
         key = None if self._entries is None else _key(*of[1:])
         if self._entries is None or key is None:
             return make()
+        words = words_of(of[2])
+        names = {word: name for name, word in words.items()}
         data = self._entries.get(of[0], key)
         if data is not None:
             try:
-                return decode(data)
+                return decode(renamed(data, names))
             except (PlanningError, ValueError) as e:
                 self._entries.refuse(of[0], key, str(e))
         made = make()
@@ -130,7 +133,7 @@ class PlanStore:
         except (PlanningError, ValueError) as e:
             logger.debug("a %s is not remembered: %s", of[0], e)
         else:
-            self._entries.put(of[0], key, data)
+            self._entries.put(of[0], key, renamed(data, words))
         return made
 
 
@@ -150,6 +153,7 @@ def _key(kind: str, lowered: Lowered, request: StepRequest | None) -> str | None
     # Functions and given plans have no name that identifies them.
     if not isinstance(request.policy, str) or request.plans is not None:
         return None
+    words = words_of(lowered)
     options = [
         [spec.name for spec in request.graph.with_role(Role.BORROWED)],
         repr(float(request.budget)),
@@ -158,7 +162,8 @@ def _key(kind: str, lowered: Lowered, request: StepRequest | None) -> str | None
         request.convolutions,
         None if request.hosted is None else sorted(request.hosted),
     ]
-    return digest_of([*parts, encode_fields(request.profile), options])
+    given = [encode_fields(request.profile), options]
+    return digest_of([*parts, renamed(given, words)])
 
 
 # Profiles and decisions as JSON. The store has found that they are as they were
@@ -193,16 +198,18 @@ def profile_from(nodes: Collection[str], data: object) -> Profile:
     return profile
 
 
-def decision_to(plan: StepPlan) -> dict[str, Any]:
+def decision_to(words: Mapping[str, str], plan: StepPlan) -> dict[str, Any]:
     """Encode what a plan's schedule is computed from as JSON values."""
     return {
         "residency": [[name, where.value] for name, where in plan.residency.items()],
         "scheduler": plan.scheduler,
-        "schedule": schedule_digest(plan.schedule),
+        "schedule": schedule_digest(plan.schedule, words),
     }
 
 
-def replay_decision(request: StepRequest, data: object) -> StepPlan:
+def replay_decision(
+    words: Mapping[str, str], request: StepRequest, data: object
+) -> StepPlan:
     """Compute the plan that `decision_to` encoded.
 
     Raises:
@@ -219,20 +226,22 @@ def replay_decision(request: StepRequest, data: object) -> StepPlan:
         raise ValueError("residency: it has other tensors than the graph")
     SCHEDULERS.resolve(decode("scheduler", str, scheduler))
     plan = plan_residency(request.scheduled(scheduler), residency)
-    if schedule_digest(plan.schedule) != digest:
+    if schedule_digest(plan.schedule, words) != digest:
         raise ValueError("another schedule follows from it than was decided")
     return plan
 
 
-def schedule_digest(schedule: Schedule) -> str:
-    """Return a hash of a schedule."""
+def schedule_digest(schedule: Schedule, words: Mapping[str, str]) -> str:
+    """Return a hash of a schedule that does not depend on names."""
     parts = schedule.instructions, schedule.workspaces, schedule.peak_bytes
     ends = schedule.hosted, schedule.live_across
-    return digest_of(described([*parts, *ends], name_of_function))
+    return digest_of(renamed(described([*parts, *ends], name_of_function), words))
 
 
 # Keys of graphs. A function is identified by its qualified name; a graph with a
 # function that its name does not identify, such as a closure, is not remembered.
+
+_PLAIN = (str, int, float, type(None))
 
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -242,6 +251,26 @@ _NAMESPACES = frozenset({"aten", "mucudnn", "prim", "prims"})
 
 class Unnameable(ValueError):  # noqa: N818  (it is a finding, not a mistake)
     """A graph has a function or an argument that its name does not identify."""
+
+
+def words_of(lowered: Lowered) -> Mapping[str, str]:
+    """Return words for the names of tensors and nodes, by their positions."""
+    graph = lowered.graph
+    names = dict.fromkeys([*graph.tensors, *(node.name for node in graph.nodes)])
+    return {name: f"%{i}" for i, name in enumerate(names)}
+
+
+def renamed(data: Any, words: Mapping[str, str]) -> Any:
+    """Return JSON values with words in the place of names, also of copies."""
+    match data:
+        case str():
+            first, mark, rest = data.partition("~")
+            return words.get(first, first) + mark + rest
+        case list() | tuple():
+            return [renamed(value, words) for value in data]
+        case dict():
+            return {renamed(k, words): renamed(v, words) for k, v in data.items()}
+    return data
 
 
 def digest_of(value: Any) -> str:
@@ -268,7 +297,7 @@ def graph_key(lowered: Lowered) -> Hashable:
 
 
 def structure_of(lowered: Lowered, name_of: Callable[[Any], Any] | None = None) -> str:
-    """Return a hash of everything in a graph but the values of constants.
+    """Return a hash of everything in a graph but names and the values of constants.
 
     `name_of` identifies functions; by default their names do.
 
@@ -279,10 +308,11 @@ def structure_of(lowered: Lowered, name_of: Callable[[Any], Any] | None = None) 
     parts = (
         [[spec, lowered.layouts[name]] for name, spec in graph.tensors.items()],
         [[node, lowered.calls[node.name]] for node in graph.nodes],
-        [r if isinstance(r, str) else None for r in lowered.results],
+        [r if isinstance(r, _PLAIN) else repr(r) for r in lowered.results],
         (lowered.inputs, list(lowered.constants), graph.outputs),
     )
-    return digest_of(described(parts, name_of or name_of_function))
+    values = described(parts, name_of or name_of_function)
+    return digest_of(renamed(values, words_of(lowered)))
 
 
 def described(value: Any, name_of: Callable[[Any], Any]) -> Any:

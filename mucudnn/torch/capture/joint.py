@@ -5,7 +5,7 @@ Each half is a graph of one node, which runs its part of the planned program.
 
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from mucudnn.torch.execution.devices import DEVICES
 from mucudnn.torch.internals import mutated_inputs, written_back
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import NOTHING, Call, Layout, Lowered, Operand
+from mucudnn.torch.plan_store import graph_key
 from mucudnn.torch.source_lines import storage_of
 
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
@@ -171,6 +172,18 @@ class Joint:
         values = written_back(self.output)
         found = _remembering(lowered, mutated, values)
         return _staying(found, self.count.results, own)
+
+    def key(self, lowered: Lowered, own: Sequence[int]) -> Hashable:
+        """Return what is equal for graphs that can share a program.
+
+        The graph is given lowered. Numbers among its inputs are part of its calls.
+        """
+        numbers = {self.count.results + i for i in self._numbers}
+        results = (r for i, r in enumerate(lowered.results) if i not in numbers)
+        inputs = [name for name in lowered.inputs if name is not None]
+        plain = replace(lowered, inputs=tuple(inputs), results=tuple(results))
+        mine = [name for i in own if (name := lowered.inputs[i]) is not None]
+        return self.count, graph_key(plain), tuple(map(inputs.index, mine))
 
     def split(
         self, halves: Halves
