@@ -9,7 +9,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -245,12 +245,9 @@ class StepFakes(FakeTensorMode):  # type: ignore[misc]  # PyTorch has no types h
         args, kwargs = _without_symbols_of_complex(args, kwargs or {})
         found = super().dispatch(func, types, args, kwargs)
         if func in _CONTIGUOUS and not found.is_contiguous():
-            return self._contiguous(found)
+            with self:
+                return torch.empty(found.shape, dtype=found.dtype, device=found.device)
         return self._results.corrected(self, func, (args, kwargs), found)
-
-    def _contiguous(self, like: torch.Tensor) -> torch.Tensor:
-        with self:
-            return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _grouped_product(
@@ -304,13 +301,6 @@ def _without_symbols_of_complex(args: Any, kwargs: Any) -> tuple[Any, Any]:
 Results = Mapping[int | None, Layout]
 
 
-class _HasModule(Protocol):
-    @property
-    def module(self) -> torch.fx.GraphModule: ...
-
-
-CapturedT = TypeVar("CapturedT", bound=_HasModule)
-
 ResultT = TypeVar("ResultT")
 
 
@@ -324,7 +314,7 @@ class KernelResults:
         return sum(map(len, self._seen.values()))
 
     def settled(
-        self, capture: Callable[[], CapturedT], use: Callable[[CapturedT], ResultT]
+        self, capture: Callable[[], Any], use: Callable[[Any], ResultT]
     ) -> ResultT:
         """Capture a graph again until measurements agree with it; return its use.
 

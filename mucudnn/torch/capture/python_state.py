@@ -66,6 +66,11 @@ class Read:
     label: str
     is_exact: bool = False
 
+    @classmethod
+    def of(cls, kind: Kind, holder: Any, key: Any, label: str) -> "Read":
+        """Return a piece of state with its present value."""
+        return cls(kind, holder, key, _NOW[kind](holder, key), label)
+
     @property
     def elements(self) -> tuple[Any, ...]:
         """What the container held, of which this is the contents."""

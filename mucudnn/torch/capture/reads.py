@@ -408,10 +408,10 @@ class ReadRecorder:
         for cls in self._users:
             held = dict_of_class(cls)
             label = f"the number of attributes of class {cls.__name__}"
-            reads.append(Read(Kind.SIZE, held, None, len(held), label))
+            reads.append(Read.of(Kind.SIZE, held, None, label))
             for name in _NOTING & held.keys():
                 label = f"{cls.__name__}.{name}"
-                reads.append(Read(Kind.CLASS, cls, name, held[name], label))
+                reads.append(Read.of(Kind.CLASS, cls, name, label))
         reads = [
             replace(r, is_exact=True)
             if not self._stored.isdisjoint(map(id, (r.value, *r.elements)))
@@ -522,8 +522,10 @@ class ReadRecorder:
             # Whoever takes all attributes at once, as `copy` does, reads all of them.
             if name in _COPYING:
                 self._contents(_dict_of(obj), f"{type(obj).__name__}.__dict__")
-                for slot in _slots_of(type(obj)):
-                    self._note_attribute(obj, slot)
+                for base in type(obj).__mro__:
+                    for slot, value in list(vars(base).items()):
+                        if isinstance(value, types.MemberDescriptorType):
+                            self._note_attribute(obj, slot)
             elif name == "__dict__":
                 if not is_library_file(sys._getframe(2).f_code.co_filename):
                     self._contents(_dict_of(obj), f"{type(obj).__name__}.__dict__")
@@ -595,8 +597,7 @@ class ReadRecorder:
         if self._is_part(obj, held, name):
             return
         where = (Kind.SLOT, obj) if held is None else (Kind.ENTRY, held)
-        read = Read(*where, name, MISSING, f"{type(obj).__name__}.{name}")
-        self._written[key] = Read(*where, name, read.now(), read.label)
+        self._written[key] = Read.of(*where, name, f"{type(obj).__name__}.{name}")
         self._alive += [obj, held]
 
     def _watch_class(self, cls: type) -> None:
@@ -684,7 +685,8 @@ class ReadRecorder:
             )
             if isinstance(base, abc.ABCMeta):  # as `register` changes isinstance()
                 label = "the classes that are registered as others (abc)"
-                read = Read(Kind.ASKED, abc, _registered, _registered(), label)
+                asked = operator.methodcaller("get_cache_token")
+                read = Read.of(Kind.ASKED, abc, asked, label)
                 self._reads.setdefault((id(abc), "registered"), read)
             for name, value in held.items():
                 label = f"{base.__name__}.{name}"
@@ -772,7 +774,9 @@ class ReadRecorder:
             for function in (value._backward_fn, value._setup_context_fn):
                 self._take(function, label)
         elif isinstance(value, np.ndarray):
-            self._array(value, label)
+            if value.dtype.hasobject or value.nbytes > _MOST_ARRAY_BYTES:
+                self._refuse(f"{label} is a NumPy array of {value.nbytes} bytes")
+            self._note(Kind.ARRAY, value, None, label)
         elif isinstance(value, types.SimpleNamespace):
             self._contents(value.__dict__, label)
         elif isinstance(value, random.SystemRandom):
@@ -868,7 +872,7 @@ class ReadRecorder:
         """Note one piece of state; return its value."""
         at = _key_of(kind, holder, key)
         if at in self._floats:
-            return Read(kind, holder, key, None, label).now()
+            return Read.of(kind, holder, key, label).value
         if (read := self._reads.get(at)) is not None:
             return read.value
         if (read := self._written.get(at)) is not None:
@@ -876,18 +880,16 @@ class ReadRecorder:
                 # Some function of the step reads it, perhaps before it is written.
                 self._reads[at] = self._written.pop(at)
             return read.now()
-        value = Read(kind, holder, key, None, label).now()
-        self._reads[at] = Read(kind, holder, key, value, label)
+        self._reads[at] = read = Read.of(kind, holder, key, label)
         self._alive.append(holder)
-        return value
+        return read.value
 
     def _note_written(
         self, at: Any, kind: Kind, holder: Any, key: Any, label: str
     ) -> None:
         """Note a variable that a function of the step writes and does not read."""
         if at not in self._reads and at not in self._written:
-            value = Read(kind, holder, key, None, label).now()
-            self._written[at] = Read(kind, holder, key, value, label)
+            self._written[at] = Read.of(kind, holder, key, label)
             self._static.add(at)
             self._alive.append(holder)
 
@@ -901,11 +903,6 @@ class ReadRecorder:
             self._note(Kind.CONTENTS, container, None, label)
         for element in elements:
             self._take(element, f"{label}[...]")
-
-    def _array(self, array: Any, label: str) -> None:
-        if array.dtype.hasobject or array.nbytes > _MOST_ARRAY_BYTES:
-            self._refuse(f"{label} is a NumPy array of {array.nbytes} bytes")
-        self._note(Kind.ARRAY, array, None, label)
 
     def _function(self, function: types.FunctionType) -> None:
         """Note what can be read of a function without a call, and all when it runs."""
@@ -967,7 +964,10 @@ class ReadRecorder:
                 self._take(self._note(Kind.CELL, cell, None, what), what)
         around, names = function.__globals__, _names_in(code)
         if is_library_file(code.co_filename):
-            self._library_function(around, names)
+            # Functions of PyTorch by which one of its layers computes.
+            for module in map(around.get, names.loaded):
+                if module is torch or module is nn.functional:
+                    self._namespace(module, names, "")
             return
         for default in (function.__defaults__, function.__kwdefaults__):
             self._take(default, f"a default of {name}")
@@ -994,19 +994,12 @@ class ReadRecorder:
             self._take(value, f"global {name!r}")
             self._namespace(value, names, where)
         for cell in function.__closure__ or ():
-            value = Read(Kind.CELL, cell, None, None, "").now()
+            value = Read.of(Kind.CELL, cell, None, "").value
             self._namespace(value, names, where)
             if "super" in names.loaded and isinstance(value, type):
                 self._inherited(value, texts)
         for level, name in names.imported:
             self._imported("." * level + name, around, names, where)
-
-    def _library_function(self, around: dict[str, Any], names: "_Names") -> None:
-        """Note functions of PyTorch by which one of its layers computes."""
-        for name in names.loaded:
-            module = around.get(name)
-            if module is torch or module is nn.functional:
-                self._namespace(module, names, "")
 
     def _inherited(self, cls: type, texts: Iterable[str]) -> None:
         """Note what `super()` may find in a class's bases that are of a library."""
@@ -1056,7 +1049,9 @@ class ReadRecorder:
             value = self._note(Kind.ENTRY, held, name, label)
             if isinstance(value, torch.library.CustomOpDef):
                 self._take(value, label)
-            elif isinstance(value, types.ModuleType) and _is_asked(value):
+            elif isinstance(value, types.ModuleType) and (
+                value.__name__ in _ASKS_OUTSIDE
+            ):
                 if not inner and module not in (torch, nn.functional):
                     self._namespace(value, names, where, inner=True)
             elif not _is_unseen(module) and module is not os:
@@ -1115,7 +1110,7 @@ def _generator_states() -> list[Any]:
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
-    numpys = Read(Kind.GENERATOR, np.random, None, None, "").now()
+    numpys = Read.of(Kind.GENERATOR, np.random, None, "").value
     return [*(state.tolist() for state in states), numpys, random.getstate()]
 
 
@@ -1237,14 +1232,6 @@ def _codes_in(code: types.CodeType) -> frozenset[int]:
     return frozenset({id(code)}).union(*map(_codes_in, inner))
 
 
-def _registered(_: Any = None) -> Any:
-    return abc.get_cache_token()
-
-
-def _is_asked(module: types.ModuleType) -> bool:
-    return module.__name__ in _ASKS_OUTSIDE
-
-
 def _is_unseen(value: Any) -> bool:
     """Return whether a class, module or function is of a package not looked into."""
     module = value if isinstance(value, types.ModuleType) else None
@@ -1343,15 +1330,6 @@ def _is_machinery(obj: Any, name: str) -> bool:
         and getattr(type(obj), name, None) is own
         and name not in vars(obj)
     )
-
-
-def _slots_of(cls: type) -> list[str]:
-    return [
-        name
-        for base in cls.__mro__
-        for name, value in vars(base).items()
-        if isinstance(value, types.MemberDescriptorType)
-    ]
 
 
 def _dict_of(obj: Any) -> Any:

@@ -218,17 +218,14 @@ def _writes_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _of_constants(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operation computes a new tensor from outside tensors only."""
-    given = [v for v in pytree.tree_leaves((args, kwargs)) if _is_tensor(v)]
+    leaves = pytree.tree_leaves((args, kwargs))
+    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     aliases = any(a.alias_info is not None for a in func._schema.arguments)
     return (
         bool(given)
         and not aliases
         and not any(isinstance(tensor, FunctionalTensor) for tensor in given)
     )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _laid_out(result: torch.Tensor) -> str | None:

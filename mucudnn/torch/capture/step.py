@@ -620,11 +620,6 @@ def _lent(places: Sequence[Read], values: Sequence[Any]) -> Iterator[None]:
             place.put(value)
 
 
-def is_result(value: Any) -> bool:
-    """Return whether a value is a tensor that the step has computed."""
-    return isinstance(value, FunctionalTensor)
-
-
 @dataclass(frozen=True, eq=False)
 class Nesting:
     """A container and what is in it, without the tensors that each run computes.
@@ -688,7 +683,7 @@ def nesting_of(
         if id(part) in inputs:
             nested: Any = TensorPlace(len(stored), is_input=True)
             stored.append(inputs[id(part)])
-        elif is_result(part):
+        elif isinstance(part, FunctionalTensor):  # that the step has computed
             nested = TensorPlace(len(tensors))
             tensors.append(part)
         else:

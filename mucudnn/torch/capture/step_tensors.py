@@ -272,9 +272,7 @@ def scheduled_floats(
     `keys` are further ones, which were seen to change.
     """
     return tuple(
-        Read(
-            Kind.ENTRY, group, key, group[key], f"{key!r} of the optimizer's group {i}"
-        )
+        Read.of(Kind.ENTRY, group, key, f"{key!r} of the optimizer's group {i}")
         for i, group in enumerate(optimizer.param_groups)
         for key in group
         if (key in keys or ("max_momentum" in group and key in _CYCLED))
@@ -609,8 +607,7 @@ class LiveParts:
                 self._note(Kind.ENTRY, state, key, f"{key!r} of {label}")
 
     def _note(self, kind: Kind, holder: Any, key: Any, label: str) -> None:
-        value = Read(kind, holder, key, None, label).now()
-        self.reads.append(Read(kind, holder, key, value, label))
+        self.reads.append(Read.of(kind, holder, key, label))
 
     def _as_tensor(self, place: int, number: Any) -> torch.Tensor:
         """Return a number in a tensor that stays while the number does."""

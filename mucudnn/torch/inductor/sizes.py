@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 from mucudnn.torch.costs.meters import Links
 from mucudnn.torch.lowering.lowered import NotCompiledError
@@ -76,14 +76,6 @@ def find_term(numbers: Sequence[int], sizes: Sequence[Sequence[int]]) -> Term | 
         if found == list(numbers):
             return Term(factor, powers, constant)
     return None
-
-
-class CompiledPasses(Protocol):
-    """Interface of compiled forward and backward passes."""
-
-    def holds(self, sizes: Sequence[int]) -> bool:
-        """Return whether the passes can run with these sizes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -193,7 +185,7 @@ class CompiledSizes:
         form: Hashable,
         numbers: Sequence[int],
         axes: int,
-        compiled: Callable[[Sizes], CompiledPasses],
+        compiled: Callable[[Sizes], Any],
     ) -> tuple[Any, Sequence[int]]:
         """Return compiled passes, and the values of their symbols.
 
