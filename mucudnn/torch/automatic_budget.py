@@ -139,11 +139,7 @@ class AutomaticBudget:
     def _fastest(
         self, step: LoweredStep, options: PlanOptions, limit: int, most: int
     ) -> tuple[PlannedProgram, _Way]:
-        """Return the first plan at nearly full speed, or else the fastest.
-
-        Raises:
-            PlanningError: No options fit.
-        """
+        """Return the first plan at nearly full speed, or else the fastest."""
         found: list[tuple[PlannedProgram, _Way]] = []
         least: list[tuple[int, str, str]] = []
         for way in self._ways(options):

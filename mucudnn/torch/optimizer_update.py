@@ -323,9 +323,6 @@ def _copied(
     """Copy an optimizer without hooks; also return its parameters by the old `id`.
 
     PyTorch's own way to copy one would drop a subclass's attributes.
-
-    Raises:
-        UnsupportedError: It cannot be copied.
     """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

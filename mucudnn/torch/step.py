@@ -795,11 +795,7 @@ class TrainStep:
         )
 
     def _count_transient(self, captured: CapturedStep, live: LiveParts) -> None:
-        """Note a capture that is valid for one run only.
-
-        Raises:
-            UnsoundCaptureError: Eager mode is the better way.
-        """
+        """Note a capture that is valid for one run only."""
         self._transient_steps += 1
         if self._transient_steps <= _TRANSIENT_STEPS:
             return

@@ -146,11 +146,7 @@ class DatalessStep:
 
 
 def _check(example: Any) -> None:
-    """Refuse values that are no batch.
-
-    Raises:
-        TypeError: The example is no batch, or has no tensor.
-    """
+    """Refuse values that are no batch."""
     several = isinstance(example, Sequence | Mapping)
     if isinstance(example, torch.Tensor | str) or not several:
         raise TypeError(

@@ -173,11 +173,7 @@ def _changed(key: str) -> UpdateNotRecordedError:
 
 
 def _check_group(group: Mapping[str, Any], place: int) -> None:
-    """Refuse settings whose update a graph would compute in another way.
-
-    Raises:
-        UpdateNotRecordedError: The group has such a setting.
-    """
+    """Refuse settings whose update a graph would compute in another way."""
     if not has_plain_rate(group):
         raise UpdateNotRecordedError(
             f"the learning rate of the optimizer's group {place} is a "
@@ -202,11 +198,7 @@ def _one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lent(key: str, value: Any) -> Any:
-    """Return a copy of a container that a step may change; other values as they are.
-
-    Raises:
-        UpdateNotRecordedError: The container has tensors.
-    """
+    """Return a copy of a container that a step may change; other values as they are."""
     if not isinstance(value, list | dict | set):
         return value
     if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
@@ -226,11 +218,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _check_keys(state: Mapping[Any, Any]) -> None:
-    """Refuse state that belongs to no parameter.
-
-    Raises:
-        UpdateNotRecordedError: The state has such a key.
-    """
+    """Refuse state that belongs to no parameter."""
     for key, value in state.items():
         if not isinstance(key, torch.Tensor) and value != {}:
             raise UpdateNotRecordedError(
@@ -245,11 +233,7 @@ def _check_unchanged(
     others: Sequence[Mapping[str, Any]],
     rates: Sequence[Any],
 ) -> None:
-    """Refuse updates that change Python state.
-
-    Raises:
-        UpdateNotRecordedError: An attribute or a setting has changed.
-    """
+    """Refuse updates that change Python state."""
     now = _attributes(optimizer)
     for key in now.keys() | own.keys():
         if key not in own or key not in now or not is_alike(own[key], now[key]):

@@ -259,12 +259,7 @@ def _trace(
 def _check_trained(
     module: torch.fx.GraphModule, optimizer: torch.optim.Optimizer, parts: StepParts
 ) -> None:
-    """Refuse a step that uses a tensor which only the optimizer has.
-
-    Raises:
-        UnsoundCaptureError: The optimizer would update it in eager mode; the graph has
-            no gradient of it.
-    """
+    """Refuse a step that uses a tensor which only the optimizer has."""
     known = set(map(id, parts.parameters.values()))
     others = {
         storage_of(parameter): f"parameter {j} of the optimizer's group {i}"
@@ -512,9 +507,6 @@ class _Tracer:
 
         An optimizer that decides by values or counts in Python updates by itself,
         behind the step, which ends with the gradients then.
-
-        Raises:
-            UpdateNotRecordedError: The update cannot be recorded.
         """
         settings, found = self.settings, None
         if scale:
@@ -566,11 +558,7 @@ class _Tracer:
 
 @contextmanager
 def _attributes_kept(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Refuse a step that sets attributes of what stands for its tensors.
-
-    Raises:
-        UnsoundCaptureError: Some attribute is new or has changed.
-    """
+    """Refuse a step that sets attributes of what stands for its tensors."""
     held = [
         (name, vars(tensor), dict(vars(tensor))) for name, tensor in tensors.items()
     ]

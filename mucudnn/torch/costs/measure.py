@@ -293,9 +293,6 @@ def _check_pure(
     A write that the operation's schema does not declare would happen again wherever it
     is recomputed. It is found by the operands' version counters, which kernels of
     extensions and of cuDNN do not count, and by the bytes of small operands.
-
-    Raises:
-        UnsupportedError: The call has changed an operand.
     """
     call, storages = lowered.calls[node.name], lowered.graph.storages
     written = {storages[name] for name in node.mutates}
@@ -329,11 +326,7 @@ def _check(
     operands: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> None:
-    """Refuse results with other storages or layouts than the graph has.
-
-    Raises:
-        UnsupportedError: Names the node.
-    """
+    """Refuse results with other storages or layouts than the graph has."""
     given = set(map(storage_of, operands))
     call = lowered.calls[node.name]
     wrong: dict[int | None, Layout] = {}

@@ -162,11 +162,7 @@ class _Layers:
 def _plan_layers(
     layers: _Layers, step: LoweredStep, options: PlanOptions, budget: float
 ) -> tuple[PlannedProgram, int]:
-    """Plan the graph of equal layers; return it with the peak of all of them.
-
-    Raises:
-        PlanningError: The layers do not fit; says the least budget that works.
-    """
+    """Plan the graph of equal layers; return it with the peak of all of them."""
     planner = _marked(step.planner(options))
     parameters, passed = planner.resident_bytes, planner.caller_bytes
 

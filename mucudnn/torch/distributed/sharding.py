@@ -418,11 +418,7 @@ def _types_of(policy: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
 
 
 def _check_group(group: Any) -> None:
-    """Refuse settings of FSDP2 under which a captured step would differ.
-
-    Raises:
-        UnsupportedError: Names the setting.
-    """
+    """Refuse settings of FSDP2 under which a captured step would differ."""
     parameters = group.fsdp_params
     settings = {
         "a mesh of two dimensions (hybrid sharding)": group._is_hsdp,

@@ -635,9 +635,6 @@ def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
     There are several of each where gradients are accumulated; equal pairs are compiled
     once. Sums of their gradients stay operations, as in a loop over a compiled model:
     compiled, a product and a sum would become one product that rounds otherwise.
-
-    Raises:
-        NotCompiledError: They are not pairs of passes over tensors.
     """
     graph = captured.module.graph
     members = {

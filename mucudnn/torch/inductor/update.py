@@ -351,11 +351,7 @@ class _Kernel:
 
 
 def _call_of(lowered: Lowered, group: _Group, compiled: CompiledSizes) -> Call:
-    """Return the call of a group's kernel.
-
-    Raises:
-        NotCompiledError: It cannot be compiled, or its bits differ; says why.
-    """
+    """Return the call of a group's kernel."""
     kernel = group.inputs[: group.count]
     storages = {lowered.graph.storages[name] for name in kernel}
     orders = {_order(group.layouts[name]) for name in group.outputs}
@@ -491,11 +487,7 @@ def _fused_products() -> Iterator[None]:
 
 
 def _bound_call(found: _Kernel, group: _Group, size: int) -> Call:
-    """Return the call of a kernel for tensors of a size.
-
-    Raises:
-        NotCompiledError: The kernel is not compiled for the size, or is not alone.
-    """
+    """Return the call of a kernel for tensors of a size."""
     tensors = [f"a{i}" for i in range(group.count)]
     numbers = [f"n{i}" for i in range(len(group.numbers))]
     given = [str(size), *tensors, "numbers"]
@@ -551,11 +543,7 @@ def _empty(layout: Layout) -> str:
 
 
 def _check_bits(lowered: Lowered, group: _Group, found: _Kernel) -> None:
-    """Compare a kernel, out of place and in place, with the operations of its group.
-
-    Raises:
-        NotCompiledError: A bit differs.
-    """
+    """Compare a kernel, out of place and in place, with the operations of its group."""
     generator = torch.Generator().manual_seed(0)
     given: list[torch.Tensor] = []
     for i, name in enumerate(group.inputs):
@@ -602,9 +590,6 @@ def _draw_single_values(
 
     A value may be a count of steps, a decay below 1 that is scheduled, or a learning
     rate: `sqrt(1 - decay**count)` is real for some values only.
-
-    Raises:
-        NotCompiledError: No such values are found.
     """
     for draw in range(_DRAWS):
         for i, tensor in enumerate(given):

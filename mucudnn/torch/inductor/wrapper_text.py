@@ -389,11 +389,7 @@ class _Reader:
         )
 
     def _resolved(self, call: ast.Call) -> Any:
-        """Return the function that a call names.
-
-        Raises:
-            NotCompiledError: There is none.
-        """
+        """Return the function that a call names."""
         try:
             found = eval(ast.unparse(call.func), self._space)  # names and dots only
         except Exception as e:
@@ -402,11 +398,7 @@ class _Reader:
         return found.default if packet and found.overloads() == ["default"] else found
 
     def _layout(self, value: str) -> Layout:
-        """Return the layout of an allocation.
-
-        Raises:
-            NotCompiledError: A size is no number.
-        """
+        """Return the layout of an allocation."""
         call: Any = ast.parse(self._allocated[value], mode="eval").body
         try:
             shape, stride = (ast.literal_eval(a) for a in call.args[:2])
