@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +44,7 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.plugins import installed_version
 from mucudnn.runtime.environment import USERS, Users
 from mucudnn.runtime.store.measurements import BenchmarkCache, Entries, default_path
+from mucudnn.torch.costs.measure import call_key
 from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lowered import Lowered
 
@@ -235,13 +236,11 @@ def schedule_digest(schedule: Schedule, words: Mapping[str, str]) -> str:
     """Return a hash of a schedule that does not depend on names."""
     parts = schedule.instructions, schedule.workspaces, schedule.peak_bytes
     ends = schedule.hosted, schedule.live_across
-    return digest_of(renamed(described([*parts, *ends], name_of_function), words))
+    return digest_of(renamed(described([*parts, *ends]), words))
 
 
 # Keys of graphs. A function is identified by its qualified name; a graph with a
 # function that its name does not identify, such as a closure, is not remembered.
-
-_PLAIN = (str, int, float, type(None))
 
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -284,22 +283,26 @@ def graph_key(lowered: Lowered) -> Hashable:
 
     Equal constants are the same tensors, and equal functions the same objects.
     """
-    functions: list[Any] = []
+    graph, layouts = lowered.graph, lowered.layouts
+    places = {name: i for i, name in enumerate(graph.tensors)}
 
-    def name_of(function: Any) -> int:
-        functions.append(function)  # which keeps the identity its own
-        return id(function)
+    def placed(names: Iterable[str | None]) -> Hashable:
+        return tuple([None if name is None else places[name] for name in names])
 
-    structure = structure_of(lowered, name_of)
-    constants = tuple(map(id, lowered.constants.values()))
-    surroundings = tuple(surroundings_of(lowered).items())
-    return structure, constants, surroundings, tuple(functions)
+    return (
+        placed(spec.alias for spec in graph.tensors.values()),
+        tuple([(t.nbytes, t.role, layouts[n]) for n, t in graph.tensors.items()]),
+        tuple([(n.op, n.phase, call_key(lowered, n)) for n in graph.nodes]),
+        tuple([placed((*node.tensors, None, *node.mutates)) for node in graph.nodes]),
+        placed(lowered.inputs),
+        tuple([places[r] if isinstance(r, str) else repr(r) for r in lowered.results]),
+        tuple((places[n], id(value)) for n, value in lowered.constants.items()),
+        tuple(surroundings_of(lowered).items()),
+    )
 
 
-def structure_of(lowered: Lowered, name_of: Callable[[Any], Any] | None = None) -> str:
+def structure_of(lowered: Lowered) -> str:
     """Return a hash of everything in a graph but names and the values of constants.
-
-    `name_of` identifies functions; by default their names do.
 
     Raises:
         Unnameable: A function or an argument is not identified by its name.
@@ -308,14 +311,13 @@ def structure_of(lowered: Lowered, name_of: Callable[[Any], Any] | None = None) 
     parts = (
         [[spec, lowered.layouts[name]] for name, spec in graph.tensors.items()],
         [[node, lowered.calls[node.name]] for node in graph.nodes],
-        [r if isinstance(r, _PLAIN) else repr(r) for r in lowered.results],
+        [r if isinstance(r, str) else None for r in lowered.results],
         (lowered.inputs, list(lowered.constants), graph.outputs),
     )
-    values = described(parts, name_of or name_of_function)
-    return digest_of(renamed(values, words_of(lowered)))
+    return digest_of(renamed(described(parts), words_of(lowered)))
 
 
-def described(value: Any, name_of: Callable[[Any], Any]) -> Any:
+def described(value: Any) -> Any:
     """Return JSON values that differ for different values.
 
     Raises:
@@ -331,34 +333,24 @@ def described(value: Any, name_of: Callable[[Any], Any]) -> Any:
         case float() | complex():
             return ["number", repr(value)]
         case list() | tuple():
-            return [type(value).__name__, *(described(v, name_of) for v in value)]
+            return [type(value).__name__, *map(described, value)]
         case dict() | MappingProxyType():
-            return {str(key): described(v, name_of) for key, v in value.items()}
+            return {str(key): described(item) for key, item in value.items()}
         case _ if isinstance(value, _TORCH):
             return ["torch", str(value)]
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = (getattr(value, f.name) for f in dataclasses.fields(value))
-            return [type(value).__name__, *(described(v, name_of) for v in fields)]
-        case _:
-            return ["function", name_of(value)]
-
-
-def name_of_function(value: Any) -> str:
-    """Return a name that identifies a function in every process.
-
-    Raises:
-        Unnameable: There is none.
-    """
+            return [type(value).__name__, *map(described, fields)]
     if isinstance(value, torch._ops.OpOverload):
         if value.namespace not in _NAMESPACES:
             raise Unnameable(f"{value} is no operation of PyTorch's own")
-        return str(value)
+        return ["function", str(value)]
     name = getattr(value, "__qualname__", None)
     # Names of lambdas and of nested functions have a "<", and are not unique.
     if not callable(value) or name is None or "<" in name:
         raise Unnameable(f"{value!r} is not told by a name")
     owner = getattr(value, "__module__", None) or type(value).__name__
-    return f"{owner}.{name}"
+    return ["function", f"{owner}.{name}"]
 
 
 def surroundings_of(lowered: Lowered) -> Mapping[str, str]:

@@ -86,13 +86,11 @@ class PlannedStep:
 
     Attributes:
         key: Identifies the graph.
-        constants: Constant tensors of the graph, whose identity is part of the key.
     """
 
     key: Hashable
     plan: TorchPlan
     bound: BoundStep
-    constants: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -726,7 +724,7 @@ class TrainStep:
                     report = partial(self._warn_if_reserved, plan)
                     run = watching_reserved(plan.device, report)(bound.segment.run)
                     bound = replace(bound, segment=replace(bound.segment, run=run))
-                found = PlannedStep(key, plan, bound, step.reads.constants)
+                found = PlannedStep(key, plan, bound)
                 self._compilations += self._options.compiled.count > before
                 if self._compilations == _COMPILATIONS:
                     why = self._options.compiled.reason
