@@ -43,6 +43,19 @@ def test_entries_are_compared_until_and_after_a_dict_keeps_changing(made):
     assert "the None changed: 3 -> 4" in guards.failed()
 
 
+@pytest.mark.parametrize("made", [list, tuple, set, lambda v: dict.fromkeys("a", *v)])
+def test_equal_contents_are_compared_until_they_differ(made):
+    held = [made([1.5])]
+    guards = StateGuards([read(Kind.CONTENTS, held), read(Kind.CONTENTS, held[0])])
+    for _ in range(3):
+        if isinstance(held[0], list | dict):
+            held[0][0 if isinstance(held[0], list) else "a"] = float("1.5")
+        assert guards.failed() == ""
+    assert guards._holds()  # at once, without a look at all state
+    held[0] = made([2.5])
+    assert "changed" in guards.failed()
+
+
 def test_what_changed_before_the_guards_were_made_is_found():
     held = {"a": 1}
     noted = read(Kind.ENTRY, held, "a")

@@ -19,7 +19,6 @@ from mucudnn.torch.capture.python_state import (
     MISSING,
     Kind,
     Read,
-    is_alike,
     shown,
 )
 from mucudnn.torch.capture.reads import Reads
@@ -58,7 +57,8 @@ class StateGuards:
             if not read.holds(now) and not (_is_unhooked(read) and not now):
                 self.changed = read
                 return f"{read.label} changed: {shown(read.value)} -> {shown(now)}"
-            if now is not read.value and read.kind is not Kind.CONTENTS:
+            contents = read.kind is Kind.CONTENTS
+            if not (all(map(is_, now, read.value)) if contents else now is read.value):
                 equal.append(id(read))
         if not self._by_value.issuperset(equal):
             self._by_value.update(equal)
@@ -121,7 +121,7 @@ class StateGuards:
             )
             and list(map(len, self._sizes.holders)) == self._sizes.values
             and list(map(type, self._types.holders)) == self._types.values
-            and all(map(_is_held, self._others))
+            and all(read.holds(read.now()) for read in self._others)
         )
 
 
@@ -137,13 +137,6 @@ class _Columns:
         self.holders.append(holder)
         self.keys.append(key)
         self.values.append(value)
-
-
-def _is_held(read: Read) -> bool:
-    now = read.now()
-    if read.kind is Kind.CONTENTS:
-        return len(now) == len(read.value) and all(map(is_, now, read.value))
-    return is_alike(now, read.value)
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
