@@ -74,7 +74,7 @@ def test_a_change_is_of_a_whole_group():
     nbytes = {c.saved.name: c.saved.nbytes for c in candidates}
     groups = list(dict.fromkeys(tuple(n for n, _ in change) for change in changes))
     assert all(len(group) > 1 for group in groups)
-    assert len(changes) == 5 * len(groups)
+    assert len(changes) == 4 * len(groups)
     sizes = [sum(nbytes[name] for name in group) for group in groups]
     assert sizes == sorted(sizes, reverse=True)
 

@@ -52,6 +52,11 @@ class Profile:
     mapping_costs: ChunkCosts | None = None
     network_ms: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def round_trip_ms(self) -> float:
+        """Time to offload and fetch one byte."""
+        return 1 / self.out_bytes_per_ms + 1 / self.in_bytes_per_ms
+
     def recompute_ms_of(self, node: str) -> float:
         """Return the time to recompute a node's first result."""
         return self.recompute_ms.get(node, self.node_ms[node])

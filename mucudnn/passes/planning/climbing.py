@@ -36,6 +36,9 @@ from mucudnn.passes.scheduling.step_plan import StepPlan
 _FEW = 16
 """Number of the largest tensors that are tried one by one before groups."""
 
+_DEAR = 0.5
+"""Share of the time of copies above which a recomputation is not tried."""
+
 _ROUNDED = 1 - 1e-9
 
 
@@ -172,7 +175,8 @@ def changes_of(
 ) -> Iterator[Change]:
     """Yield changes for a climb: of the largest tensors, of groups, of others.
 
-    All slices of a tensor change together before single slices do.
+    All slices of a tensor change together before single slices do. Recomputation that
+    takes nearly as long as copies has never helped, so it is not tried.
 
     Args:
         graph: The training graph.
@@ -180,6 +184,20 @@ def changes_of(
         mixed: Whether groups and tensors change in turn, both those with the most bytes
             first. This helps earlier, but not always as much.
     """
+    known = {c.saved.name: c for c in candidates}
+    for change in _every_change(graph, candidates, mixed):
+        (_, choice), *_ = change
+        if choice in RECOMPUTED_BACKWARD:
+            group = [known[name] for name, _ in change]
+            cost = sum(c.recompute_ms for c in group)
+            if cost > _DEAR * sum(c.copy_ms for c in group):
+                continue
+        yield change
+
+
+def _every_change(
+    graph: Graph, candidates: Sequence[Candidate], mixed: bool
+) -> Iterator[Change]:
     tensors = slices_of(candidates)
     groups = sorted(tensors.values(), key=total_bytes, reverse=True)
     largest = [[c.saved.name for c in group] for group in groups]

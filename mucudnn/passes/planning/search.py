@@ -34,6 +34,7 @@ from dataclasses import replace
 from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.bound import LowerBound, lower_bound
 from mucudnn.passes.planning.climbing import Climb, SearchState, changes_of, closer
+from mucudnn.passes.planning.eviction import evicted_family
 from mucudnn.passes.planning.program import fill
 from mucudnn.passes.planning.request import (
     StepRequest,
@@ -63,12 +64,15 @@ Residencies = Mapping[str, Residency]
 _OTHERS = Residency.KEEP, Residency.PAGE
 """Residencies of all bytes that a rule does not name."""
 
-_ROUNDS = ((4, 40), (4, 60), (2, 100), (1, 200))
+_ROUNDS = ((6, 40), (3, 60), (2, 100), (1, 200))
 """Plans that are improved side by side, and the changes of each that are tried."""
 
 _SLOWER_START, _SLOWER = 1.1, 1.04
 """Factors on the fastest plan above which another one is not improved: before the first
 round, and before the others."""
+
+_FAR = 1.1
+"""Factor on the lower bound above which slow starts are tried as well."""
 
 _WORTH = 0.995
 """Factor on the fastest plan's time. After the last round it is improved further for as
@@ -165,8 +169,10 @@ def _search_locally(
         starts += itertools.islice(others, _WORK // nodes)
     graph = request.graph
     orders = [list(changes_of(graph, candidates, mixed=m)) for m in (False, True)]
-    family = [] if rounded else paged_family(by_cost(candidates))
-    first, climbs, paged = (
+    far = best.step_ms > _FAR * bound.step_ms
+    evicted = evicted_family(request, best.step_ms) if far else []
+    paged = paged_family(by_cost(candidates)) if far else []
+    first, climbs, *slow = (
         [
             Climb(request.scheduled(scheduler), orders[i % 2], residency)
             for i, (scheduler, residency) in enumerate(_fastest(request, tried, count))
@@ -174,20 +180,22 @@ def _search_locally(
         for tried, count in (
             (rounded, 1),
             (starts, rounds[0][0]),
-            (family, len(family)),
+            (evicted, rounds[0][0]),
+            (paged, rounds[0][0]),
         )
     )
     fewer = min(1.0, _NODES / nodes)
     factor = _SLOWER_START
     for plans, most in rounds:
         trials = max(_LEAST_TRIALS, int(fewer * most))
-        limit = factor * min(climb.step_ms for climb in first + climbs + paged)
+        limit = factor * min(c.step_ms for c in itertools.chain(first, climbs, *slow))
         climbs = [climb for climb in climbs[:plans] if climb.step_ms <= limit]
-        paged = paged[:plans]
-        for climb in first + climbs + paged:
+        slow = [climbs[:plans] for climbs in slow]
+        for climb in itertools.chain(first, climbs, *slow):
             climb.run(trials)
-        climbs, paged, factor = _distinct(climbs), _distinct(paged), _SLOWER
-        fastest = min(first + climbs + paged, key=lambda climb: climb.step_ms)
+        climbs, *slow = map(_distinct, (climbs, *slow))
+        factor = _SLOWER
+        fastest = min(itertools.chain(first, climbs, *slow), key=lambda c: c.step_ms)
         if fastest.step_ms <= _NEAR * bound.step_ms:
             break
     while len(rounds) > 1 and fastest.step_ms > _NEAR * bound.step_ms:

@@ -25,6 +25,7 @@ from mucudnn.passes.planning.cutting import (
     cuttings,
     trains,
 )
+from mucudnn.passes.planning.eviction import evicted
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.search import schedulers, search
@@ -43,12 +44,18 @@ _HARDLY_SLOWER = 1.01
 """Factor on the fastest candidate within which slices are improved. Their start has all
 that is known of the others, so that first improvements are small."""
 
-_ENOUGH = 1.15
-"""Factor on the minimum feasible budget of the whole step, for a plan to start slices
-from where the whole step does not fit."""
-
 _HARDLY = 1.01
 """Slowdown over the step without a budget up to which nothing else is tried."""
+
+_TIGHT = 1.5
+"""Factor on the least bytes of the whole step below which it is mostly faster in parts:
+its search is short at first, and slices start from its plan within this budget."""
+
+_LARGE = 1500
+"""Nodes of a step in parts up to which evictions are tried, which take long."""
+
+_NEAR = 1.1
+"""Factor on the fastest candidate up to which that search is made in full after all."""
 
 _MOST_NODES = 20_000
 """Limit of nodes of all candidates, beyond which none is added to one that fits."""
@@ -90,6 +97,16 @@ def _can_skip(cutting: Cutting, tried: Tried, searches: Searches) -> bool:
     return slower or (math.isfinite(bound) and fastest <= _HARDLY * bound)
 
 
+def _tight(candidate: SplitCandidate) -> bool:
+    """Return whether a whole step has little more than its least bytes."""
+    whole, least = candidate.parts == 1, candidate.least_bytes
+    if not whole or least is None or candidate.request is None:
+        return False
+    return candidate.request.policy == PLANNED and (
+        candidate.request.budget < _TIGHT * least
+    )
+
+
 def _fastest_ms(tried: Tried) -> float:
     return min((c.step_ms for c in tried.values()), default=math.inf)
 
@@ -116,10 +133,12 @@ def _candidate(
     if free.peak_bytes <= request.budget or request.policy != PLANNED:
         return replace(found, plan=plan_step(request))
     if cutting.parts == 1:
-        return replace(found, plan=search(request))
+        return replace(found, plan=search(request, thorough=not _tight(found)))
     slices = searches[cutting] = SliceSearch(request)
     if (known := _known_residencies(tried)) is not None:
         slices.begin(known)
+    if len(graph.nodes) <= _LARGE:
+        slices.begin_evicted(_fastest_ms(tried))
     if slices.plan is None:
         slices.offer(search(request, thorough=False))
     near = _HARDLY_SLOWER * _fastest_ms(tried)
@@ -129,15 +148,18 @@ def _candidate(
 
 
 def _known_residencies(tried: Tried) -> Mapping[str, Residency] | None:
-    """Return residencies of the best plan, or of the whole step in more memory."""
+    """Return residencies of the best plan, or of the whole step in more memory.
+
+    Those of a whole step that hardly fits are no good start for slices.
+    """
     others = [c for c in tried.values() if c.plan is not None]
     best = min(others, key=lambda c: c.step_ms, default=None)
-    if best is not None and best.plan is not None:
-        return best.plan.residency
     whole = tried.get(Cutting(1))
+    if best is not None and best.plan is not None and not _tight(best):
+        return best.plan.residency
     if whole is None or whole.request is None or whole.least_bytes is None:
         return None
-    enough = whole.request.within(int(_ENOUGH * whole.least_bytes))
+    enough = whole.request.within(int(_TIGHT * whole.least_bytes))
     return search(enough, thorough=False).residency
 
 
@@ -268,8 +290,12 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> SplitDecision:
     for cutting in list(cuttings(step.graph, split)):
         if not _can_skip(cutting, by_cutting, searches):
             by_cutting[cutting] = _candidate(step, cutting, by_cutting, searches)
-    # Improve the fastest candidate.
+    # Improve the fastest candidate, and a whole step that is nearly as fast.
     best = min(by_cutting.values(), key=lambda c: c.step_ms)
+    whole = by_cutting.get(Cutting(1), best)
+    near = whole.plan is not None and whole.step_ms <= _NEAR * best.step_ms
+    if near and whole.request is not None and _tight(whole):
+        by_cutting[whole.cutting] = replace(whole, plan=search(whole.request))
     slices = searches.get(best.cutting)
     if slices is not None and slices.finish():
         by_cutting[best.cutting] = replace(best, plan=slices.plan)
@@ -352,9 +378,11 @@ class SliceSearch:
         self._request = request
         self._candidates = request.candidates
         changes = list(changes_of(request.graph, self._candidates, mixed=True))
-        self._climbs = [
-            Climb(request.scheduled(s), changes) for s in schedulers(request)
-        ]
+        self._climbs, self._evicted = (
+            [Climb(request.scheduled(s), changes) for s in schedulers(request)]
+            for _ in range(2)
+        )
+        self._every = self._climbs + self._evicted
         self._best = SearchState(request)
         nodes = len(request.graph.nodes)
         self._trials = max(min(_LEAST_TRIALS, _MOST_WORK // nodes), _WORK // nodes)
@@ -370,24 +398,24 @@ class SliceSearch:
         if PERSISTENTS in known:
             others[PERSISTENTS] = known[PERSISTENTS]
         start = others | carried_over(known, self._candidates)
-        self._try(start)
+        self._try(start, self._climbs)
         if not self._best.found:
             for choices in _TIGHTEST:
                 paged = {**start, PERSISTENTS: Residency.PAGE}
-                self._try(paged | _with_replaced(start, choices))
+                self._try(paged | _with_replaced(start, choices), self._climbs)
         for old, new in _TIGHTER:
             best = {**self._best.residency}
-            self._try(best | _with_replaced(best, {old: new}))
+            self._try(best | _with_replaced(best, {old: new}), self._climbs)
 
     def offer(self, plan: StepPlan) -> None:
         """Offer a plan of the same step as a start."""
         self._best.offer(plan)
-        self._try(plan.residency)
+        self._try(plan.residency, self._climbs)
 
     def improve(self) -> bool:
         """Run a round of changes; return whether any of them helped."""
         before = self._best.step_ms
-        for climb in sorted(self._climbs, key=lambda climb: climb.step_ms):
+        for climb in sorted(self._every, key=lambda climb: climb.step_ms):
             if climb.state.found and climb.step_ms <= _AS_FAST * self._best.step_ms:
                 climb.run(self._trials)
                 self._best.take_over(climb.state)
@@ -399,7 +427,7 @@ class SliceSearch:
         If stalls are long, groups of equivalent tensors are copied less first.
         """
         before = self._best.step_ms
-        last = min(self._climbs, key=lambda climb: climb.step_ms).state
+        last = min(self._every, key=lambda climb: climb.step_ms).state
         stalls = last.plan.prediction.stalls_ms.values() if last.found else ()
         if sum(stalls) / last.step_ms > _MUCH:
             try_changes(alike_changes(self._candidates, _ALIKE), last)
@@ -407,8 +435,13 @@ class SliceSearch:
             return self._best.step_ms < before
         return self.improve()
 
-    def _try(self, start: Residencies) -> None:
-        for climb in self._climbs:
+    def begin_evicted(self, below_ms: float) -> None:
+        """Try evictions; their residencies are improved beside the others."""
+        for residency in evicted(self._request, below_ms):
+            self._try(residency, self._evicted)
+
+    def _try(self, start: Residencies, climbs: Sequence[Climb]) -> None:
+        for climb in climbs:
             if climb.state.consider(start):
                 self._best.take_over(climb.state)
 

@@ -35,11 +35,13 @@ class Candidate:
     Attributes:
         saved: The tensor.
         recompute_ms: Time of its recompute chain.
+        copy_ms: Time of copying it to the host and back.
         checkpoint: Whether recomputation is expensive; see `is_checkpoint`.
     """
 
     saved: Saved
     recompute_ms: float
+    copy_ms: float
     checkpoint: bool
 
 
@@ -62,7 +64,6 @@ _CHOICES = (
     Residency.RECOMPUTE,
     Residency.OFFLOAD,
     Residency.KEEP,
-    Residency.PAGE,
 )
 
 _LESS = (
@@ -192,8 +193,9 @@ def candidates_of(step: PolicyInput) -> list[Candidate]:
         if saved.producer.recomputable and not saved.producer.remakes(saved.name):
             continue
         again = recompute_ms(step.graph, step.profile, saved.name, names.__contains__)
+        copy_ms = saved.nbytes * step.profile.round_trip_ms
         checkpoint = is_checkpoint(step.graph, saved.name, names.__contains__)
-        found.append(Candidate(saved, again, checkpoint))
+        found.append(Candidate(saved, again, copy_ms, checkpoint))
     return found
 
 
@@ -302,5 +304,5 @@ def same_changes(
     known = list(groups)
     for choice in (choice for choice in _WINNING if choice in choices):
         for names in known:
-            if choice in _OF_GROUPS.get(names[0], _WINNING):
+            if choice in _OF_GROUPS.get(names[0], _CHOICES):
                 yield [(name, choice) for name in names]

@@ -1,0 +1,173 @@
+"""Starts of a search under a tight budget: tensors leave memory one after another.
+
+Everything is kept at first. At the node that needs the most bytes, tensors that it does
+not use are offloaded or recomputed, those first that cost the least time per byte. Then
+the rewritten step has another critical node, and so on, until the step fits.
+
+The price of a copy is a share of its time, as copies mostly run beside computation.
+With a low share nearly everything is copied, which takes long, but gives a search the
+most to improve; with a high one, nearly everything is recomputed. Which share and how
+much free memory lead to the fastest plan differs by network, so several are tried.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from mucudnn.ir.graph import Phase
+from mucudnn.passes.liveness import Use
+from mucudnn.passes.planning.request import Rewritten, StepRequest
+from mucudnn.passes.residency import Residency
+
+_COPY_SHARES = (0.05, 0.07, 0.1)
+"""Prices of copies, as shares of their time."""
+
+_TARGETS = (0.85, 0.75, 0.65)
+"""Shares of the budget that are to be used at most. The rest is for prefetched tensors
+and workspaces."""
+
+_AT_ONCE = 0.1
+"""Share of the missing bytes that is evicted before the step is rewritten again."""
+
+_SMALL = 1e-4
+"""Size below which gradients and other tensors stay, as a share of the peak."""
+
+_SLOW = 1.3
+"""Factor on the time of computation above which evictions end."""
+
+_PAGE_PRICE = 1.5
+"""Price of copies over all gaps, compared with that of one."""
+
+_NEXT = {
+    Residency.KEEP: (Residency.OFFLOAD, Residency.PAGE, Residency.RECOMPUTE),
+    Residency.OFFLOAD: (Residency.PAGE, Residency.RECOMPUTE),
+    Residency.RECOMPUTE: (Residency.PAGE,),
+}
+"""Residencies by which a tensor leaves a node, by the one that it has."""
+
+_NEXT_OF_COPY = (Residency.RECOMPUTE_EACH, Residency.OFFLOAD, Residency.PAGE)
+"""The same for the result of a recomputed node."""
+
+Residencies = Mapping[str, Residency]
+
+
+def evicted_family(request: StepRequest, below_ms: float) -> list[Residencies]:
+    """Return residencies that fit, by several prices of copies; see `evicted`."""
+    return [
+        found
+        for copy_share in _COPY_SHARES
+        for found in evicted(request, below_ms, copy_share)
+    ]
+
+
+def evicted(
+    request: StepRequest, below_ms: float, copy_share: float = _COPY_SHARES[1]
+) -> Iterator[Residencies]:
+    """Yield residencies that fit ever smaller parts of the budget.
+
+    Args:
+        request: The planning request.
+        below_ms: Time that computation may not take.
+        copy_share: Price of a copy, as a share of its time.
+    """
+    eviction = _Eviction(request, copy_share)
+    targets = [share * request.budget for share in _TARGETS]
+    most_ms = min(below_ms, _SLOW * request.compute_ms({}))
+    while request.compute_ms(eviction.residency) < most_ms:
+        ready = request.rewritten(eviction.residency)
+        problem = ready.problem(ready.first_plans("least"), math.inf)
+        needed = problem.needed()
+        peak = max(needed)
+        while peak <= targets[0]:
+            yield dict(eviction.residency)
+            del targets[0]
+            if not targets:
+                return
+        if not eviction.evict(ready, needed.index(peak), peak - targets[0], peak):
+            return
+
+
+class _Eviction:
+    """Residencies of a step from which ever more tensors are evicted."""
+
+    def __init__(self, request: StepRequest, copy_share: float) -> None:
+        graph = request.graph
+        self._graph = graph
+        self._price = copy_share * request.profile.round_trip_ms
+        self._recompute_ms = {c.saved.name: c.recompute_ms for c in request.candidates}
+        forward = [node.phase is Phase.FORWARD for node in graph.nodes]
+        self._readers = {
+            name: max(1, sum(not forward[i] for i in graph.reads.get(name, ())))
+            for name in self._recompute_ms
+        }
+        self.residency = dict.fromkeys(self._recompute_ms, Residency.KEEP)
+        self._left: set[tuple[str, Residency]] = set()
+
+    def evict(self, ready: Rewritten, position: int, missing: float, peak: int) -> bool:
+        """Evict a part of the missing bytes at a node; return whether there were any.
+
+        A tensor never gets a residency again that it had before.
+        """
+        options = sorted(self._options(ready, position, peak), key=lambda o: o[0])
+        enough, changed = _AT_ONCE * missing, set()
+        for _, name, choice, nbytes in options:
+            if name in changed:
+                continue
+            self._left.add((name, self.residency.get(name, Residency.KEEP)))
+            self.residency[name] = choice
+            changed.add(name)
+            enough -= nbytes
+            if enough <= 0:
+                break
+        return bool(changed)
+
+    def _options(
+        self, ready: Rewritten, position: int, peak: int
+    ) -> Iterator[tuple[float, str, Residency, int]]:
+        """Yield time per byte, name, residency and bytes of what may leave a node."""
+        count = len(ready.graph.nodes)
+        of_storage = {
+            storage: name
+            for name, storage in ready.graph.storages.items()
+            if name.partition("~")[0] in self._recompute_ms
+        }
+        for storage, use in ready.uses.items():
+            gaps = ready.swaps.get(storage, ())
+            if not _idle(use, gaps, position, count):
+                continue
+            name, nbytes = of_storage.get(storage), use.nbytes
+            if name is not None:
+                tensor, _, copy = name.partition("~")
+                now = self.residency[tensor]
+                before = self._price_of(tensor, nbytes, now)
+                for choice in _NEXT_OF_COPY if copy else _NEXT.get(now, ()):
+                    price = self._price_of(tensor, nbytes, choice)
+                    if (tensor, choice) in self._left or choice is now:
+                        continue
+                    if price < math.inf:
+                        yield (price - before) / nbytes, tensor, choice, nbytes
+            elif "~" not in storage and nbytes >= _SMALL * peak:
+                paged = self.residency.get(storage) is Residency.PAGE
+                if not paged and storage not in self._graph.immovable:
+                    copies = 2 if use.persistent else 1
+                    yield copies * self._price, storage, Residency.PAGE, nbytes
+
+    def _price_of(self, name: str, nbytes: int, choice: Residency) -> float:
+        """Return the time that a residency of a tensor takes, compared with keeping."""
+        if choice is Residency.KEEP:
+            return 0.0
+        if choice is Residency.RECOMPUTE:
+            return self._recompute_ms[name]
+        if choice is Residency.RECOMPUTE_EACH:
+            return self._recompute_ms[name] * self._readers[name]
+        gaps = _PAGE_PRICE if choice is Residency.PAGE else 1.0
+        return gaps * self._price * nbytes
+
+
+def _idle(use: Use, gaps: Sequence[tuple[int, int]], position: int, count: int) -> bool:
+    """Return whether a storage is resident at a node that does not use it."""
+    at = use.positions
+    if position in at or not at:
+        return False
+    if not use.persistent and not at[0] < position < at[-1]:
+        return False
+    return not any(i < position < j or i < position + count < j for i, j in gaps)
