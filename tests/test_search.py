@@ -1,6 +1,8 @@
 """The search from many starts, of whole steps and of steps in slices."""
 
+import math
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 
@@ -13,6 +15,7 @@ from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.liveness import ALIGNMENT
 from mucudnn.passes.planning import climbing, search as module, split_search
 from mucudnn.passes.planning.climbing import Climb, SearchState, changes_of
+from mucudnn.passes.planning.eviction import evicted, evicted_family
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import (
     StepRequest,
@@ -21,12 +24,13 @@ from mucudnn.passes.planning.request import (
 )
 from mucudnn.passes.planning.search import least_memory, search
 from mucudnn.passes.planning.split_search import SliceSearch, carried_over
-from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, Residency
+from mucudnn.passes.residency import EVERYTHING, PERSISTENTS, RECOMPUTED, Residency
 from mucudnn.passes.residency.candidates import (
     alike_changes,
     blockwise,
     candidates_of,
     group_changes,
+    paged_family,
     policy_residencies,
     same_changes,
     slices_of,
@@ -65,6 +69,43 @@ def test_without_joints_a_block_ends_at_each_checkpoint():
     kept = next(blockwise(asked.graph, candidates))
     ends = {name for name, choice in kept.items() if choice is Residency.KEEP}
     assert ends == {c.saved.name for c in candidates if c.checkpoint}
+
+
+@pytest.mark.parametrize("model", ["resnet18", "unet2d", "googlenet", "vgg16"])
+def test_evictions_fit_ever_smaller_parts_of_the_budget(model):
+    asked = request(model, 8, share=0.3)
+    free_ms = asked.compute_ms({})
+    for copy_share in (0.0, 0.05, 0.1, 1.0):
+        found = list(evicted(asked, 2 * free_ms, copy_share))
+        for residency, share in zip(found, (0.85, 0.75, 0.65), strict=False):
+            assert asked.need(residency)[0] <= share * asked.budget
+            assert asked.compute_ms(residency) < 1.3 * free_ms
+        if not copy_share:  # copies cost nothing
+            assert found
+            assert not any(c in RECOMPUTED for c in found[0].values())
+
+
+def test_evictions_are_starts_that_need_little_time():
+    asked = request(share=0.1)
+    starts = [*evicted_family(asked, math.inf), *paged_family(asked.candidates)]
+    times = {}
+    for i, start in enumerate(starts):  # the last four page nearly everything
+        with suppress(PlanningError):
+            times[i] = schedule_residency(asked, start).step_ms()
+    assert min(times, key=times.__getitem__) < len(starts) - 4
+
+
+def test_recomputation_that_takes_as_long_as_copies_is_not_tried():
+    asked = request("densenet40", 64, share=0.1)
+    known = {c.saved.name: c for c in asked.candidates}
+    for mixed in (False, True):
+        changes = [*changes_of(asked.graph, asked.candidates, mixed=mixed)]
+        assert changes
+        for change in changes:
+            if change[0][1] in RECOMPUTED:
+                group = [known[name] for name, _ in change]
+                cost = sum(c.recompute_ms for c in group)
+                assert cost <= 0.5 * sum(c.copy_ms for c in group)
 
 
 def test_a_change_is_of_a_whole_group():

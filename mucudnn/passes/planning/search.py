@@ -18,10 +18,12 @@ optimum, and which of them do shows only after some changes. So the changes that
 tried are divided into rounds: several plans get a few of them, and the fastest of these
 plans get more; the last one, as long as it gains. Every other plan tries changes in
 another order. Plans that are much slower than the fastest one get none: in none of the
-networks that were tried did one of them become the fastest. The exception are starts
-that page nearly everything (`paged_family`). They are slow, since copies fill the time,
-but leave convolutions the most memory, and plans of tight budgets come from them. So
-they are compared with each other only, until the end.
+networks that were tried did one of them become the fastest. The exception are two
+families of starts that are tried where all others are far above the lower bound: those
+that page nearly everything (`paged_family`) and those of `eviction.py`. They are slow,
+since copies fill the time, but leave convolutions the most memory, and plans of tight
+budgets come from them. So each of them is compared with its own family only, until the
+end.
 """
 
 import itertools
@@ -190,7 +192,7 @@ def _search_locally(
         trials = max(_LEAST_TRIALS, int(fewer * most))
         limit = factor * min(c.step_ms for c in itertools.chain(first, climbs, *slow))
         climbs = [climb for climb in climbs[:plans] if climb.step_ms <= limit]
-        slow = [climbs[:plans] for climbs in slow]
+        slow = [family[:plans] for family in slow]
         for climb in itertools.chain(first, climbs, *slow):
             climb.run(trials)
         climbs, *slow = map(_distinct, (climbs, *slow))
