@@ -10,6 +10,7 @@ PAGE = ROOT / "docs" / "reference" / "torch_refusals.md"
 SOURCES = (
     *sorted((ROOT / "mucudnn" / "torch").rglob("*.py")),
     ROOT / "mucudnn" / "arguments.py",
+    ROOT / "mucudnn" / "backends" / "cpu" / "device.py",
     ROOT / "mucudnn" / "ir" / "sizes.py",
     ROOT / "mucudnn" / "passes" / "planning" / "cutting.py",
     ROOT / "mucudnn" / "runtime" / "executor" / "tiers.py",
@@ -22,6 +23,10 @@ UNSEEN = {
     "…, not an integer",
     "…; the least is …",
     "…; the most is …",
+    "a copy that it waits for failed",
+    "a copy was dropped: its copier was closed",
+    "a copy … of … bytes was given …",
+    "a copy … was requested from a closed copier",
     "the step has no plan",
     "…: …",
     "…; …",
