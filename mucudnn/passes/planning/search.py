@@ -19,11 +19,11 @@ tried are divided into rounds: several plans get a few of them, and the fastest 
 plans get more; the last one, as long as it gains. Every other plan tries changes in
 another order. Plans that are much slower than the fastest one get none: in none of the
 networks that were tried did one of them become the fastest. The exception are two
-families of starts that are tried where all others are far above the lower bound: those
-that page nearly everything (`paged_family`) and those of `eviction.py`. They are slow,
-since copies fill the time, but leave convolutions the most memory, and plans of tight
-budgets come from them. So each of them is compared with its own family only, until the
-end.
+families of starts: those of `eviction.py`, which are tried where all others are far
+above the lower bound, and those that page nearly everything (`paged_family`), which are
+tried there and where the program has no solution. They are slow, since copies fill the
+time, but leave convolutions the most memory, and plans of tight budgets come from them.
+So each of them is compared with its own family only, until the end.
 """
 
 import itertools
@@ -74,7 +74,7 @@ _SLOWER_START, _SLOWER = 1.1, 1.04
 round, and before the others."""
 
 _FAR = 1.1
-"""Factor on the lower bound above which slow starts are tried as well."""
+"""Factor on the lower bound above which evictions are tried as well."""
 
 _WORTH = 0.995
 """Factor on the fastest plan's time. After the last round it is improved further for as
@@ -173,7 +173,7 @@ def _search_locally(
     orders = [list(changes_of(graph, candidates, mixed=m)) for m in (False, True)]
     far = best.step_ms > _FAR * bound.step_ms
     evicted = evicted_family(request, best.step_ms) if far else []
-    paged = paged_family(by_cost(candidates)) if far else []
+    paged = paged_family(by_cost(candidates)) if far or not rounded else []
     first, climbs, *slow = (
         [
             Climb(request.scheduled(scheduler), orders[i % 2], residency)
