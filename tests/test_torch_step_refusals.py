@@ -430,17 +430,19 @@ def test_arguments_are_checked_where_they_are_given(face, name):
             assert len(words) < 500
 
 
-def test_arguments_that_torch_takes_are_taken():
+def test_arguments_that_torch_takes_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for taken in (
         {"clip_norm": INF, "clip_value": INF},
         {"budget": INF, "accumulate": np.int64(2)},
         {"budget": np.float64(1e9), "max_plans": np.int64(1)},
-        {"cache": Path("~/nowhere"), "offload_state": np.bool_(True)},
+        {"cache": Path("~/cache"), "offload_state": np.bool_(True)},
     ):
         step = mt.train_step(model, nn.functional.mse_loss, optimizer, **taken)
         assert isinstance(step, mt.TrainStep)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
 def test_wrapped_models_are_refused_by_name():
