@@ -71,15 +71,19 @@ def test_without_joints_a_block_ends_at_each_checkpoint():
     assert ends == {c.saved.name for c in candidates if c.checkpoint}
 
 
+SHARES = (0.85, 0.75, 0.65)
+
+
 @pytest.mark.parametrize("model", ["resnet18", "unet2d", "googlenet", "vgg16"])
 def test_evictions_fit_ever_smaller_parts_of_the_budget(model):
     asked = request(model, 8, share=0.3)
     free_ms = asked.compute_ms({})
     for copy_share in (0.0, 0.05, 0.1, 1.0):
-        found = list(evicted(asked, 2 * free_ms, copy_share))
-        for residency, share in zip(found, (0.85, 0.75, 0.65), strict=False):
+        found = list(evicted(asked, 2 * free_ms, 0, copy_share))
+        for residency, share in zip(found, SHARES, strict=False):
             assert asked.need(residency)[0] <= share * asked.budget
             assert asked.compute_ms(residency) < 1.3 * free_ms
+        assert not list(evicted(asked, 2 * free_ms, int(asked.budget), copy_share))
         if not copy_share:  # copies cost nothing
             assert found
             assert not any(c in RECOMPUTED for c in found[0].values())
@@ -87,7 +91,7 @@ def test_evictions_fit_ever_smaller_parts_of_the_budget(model):
 
 def test_evictions_are_starts_that_need_little_time():
     asked = request(share=0.1)
-    starts = [*evicted_family(asked, math.inf), *paged_family(asked.candidates)]
+    starts = [*evicted_family(asked, math.inf, 0), *paged_family(asked.candidates)]
     times = {}
     for i, start in enumerate(starts):  # the last four page nearly everything
         with suppress(PlanningError):

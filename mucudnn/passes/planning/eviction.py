@@ -34,6 +34,9 @@ _SMALL = 1e-4
 _SLOW = 1.3
 """Factor on the time of computation above which evictions end."""
 
+_ROOM = 1.01
+"""Factor on the least bytes below which a budget is not larger than these."""
+
 _PAGE_PRICE = 1.5
 """Price of copies over all gaps, compared with that of one."""
 
@@ -50,39 +53,47 @@ _NEXT_OF_COPY = (Residency.RECOMPUTE_EACH, Residency.OFFLOAD, Residency.PAGE)
 Residencies = Mapping[str, Residency]
 
 
-def evicted_family(request: StepRequest, below_ms: float) -> list[Residencies]:
+def evicted_family(
+    request: StepRequest, below_ms: float, least_bytes: int
+) -> list[Residencies]:
     """Return residencies that fit, by several prices of copies; see `evicted`."""
     return [
         found
         for copy_share in _COPY_SHARES
-        for found in evicted(request, below_ms, copy_share)
+        for found in evicted(request, below_ms, least_bytes, copy_share)
     ]
 
 
 def evicted(
-    request: StepRequest, below_ms: float, copy_share: float = _COPY_SHARES[1]
+    request: StepRequest,
+    below_ms: float,
+    least_bytes: int,
+    copy_share: float = _COPY_SHARES[1],
 ) -> Iterator[Residencies]:
     """Yield residencies that fit ever smaller parts of the budget.
 
     Args:
         request: The planning request.
         below_ms: Time that computation may not take.
+        least_bytes: Bytes that other residencies need at least. Where the budget is not
+            larger, evictions hardly ever fit, and are not tried.
         copy_share: Price of a copy, as a share of its time.
     """
     eviction = _Eviction(request, copy_share)
     targets = [share * request.budget for share in _TARGETS]
+    if request.budget < _ROOM * least_bytes:
+        return
     most_ms = min(below_ms, _SLOW * request.compute_ms({}))
-    while request.compute_ms(eviction.residency) < most_ms:
+    while targets and request.compute_ms(eviction.residency) < most_ms:
         ready = request.rewritten(eviction.residency)
         problem = ready.problem(ready.first_plans("least"), math.inf)
         needed = problem.needed()
         peak = max(needed)
-        while peak <= targets[0]:
+        while targets and peak <= targets[0]:
             yield dict(eviction.residency)
             del targets[0]
-            if not targets:
-                return
-        if not eviction.evict(ready, needed.index(peak), peak - targets[0], peak):
+        missing = peak - targets[0] if targets else 0.0
+        if targets and not eviction.evict(ready, needed.index(peak), missing, peak):
             return
 
 

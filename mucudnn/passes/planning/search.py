@@ -172,7 +172,8 @@ def _search_locally(
     graph = request.graph
     orders = [list(changes_of(graph, candidates, mixed=m)) for m in (False, True)]
     far = best.step_ms > _FAR * bound.step_ms
-    evicted = evicted_family(request, best.step_ms) if far else []
+    least_bytes, _ = request.need(begin[-1])
+    evicted = evicted_family(request, best.step_ms, least_bytes) if far else []
     paged = paged_family(by_cost(candidates)) if far or not rounded else []
     first, climbs, *slow = (
         [

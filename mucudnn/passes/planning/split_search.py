@@ -138,7 +138,7 @@ def _candidate(
     if (known := _known_residencies(tried)) is not None:
         slices.begin(known)
     if len(graph.nodes) <= _LARGE:
-        slices.begin_evicted(_fastest_ms(tried))
+        slices.begin_evicted(_fastest_ms(tried), least)
     if slices.plan is None:
         slices.offer(search(request, thorough=False))
     near = _HARDLY_SLOWER * _fastest_ms(tried)
@@ -435,9 +435,9 @@ class SliceSearch:
             return self._best.step_ms < before
         return self.improve()
 
-    def begin_evicted(self, below_ms: float) -> None:
+    def begin_evicted(self, below_ms: float, least_bytes: int) -> None:
         """Try evictions; their residencies are improved beside the others."""
-        for residency in evicted(self._request, below_ms):
+        for residency in evicted(self._request, below_ms, least_bytes):
             self._try(residency, self._evicted)
 
     def _try(self, start: Residencies, climbs: Sequence[Climb]) -> None:
