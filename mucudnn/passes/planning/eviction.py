@@ -18,6 +18,9 @@ from mucudnn.passes.liveness import Use
 from mucudnn.passes.planning.request import Rewritten, StepRequest
 from mucudnn.passes.residency import Residency
 
+MOST_NODES = 1500
+"""Nodes of a step up to which evictions are tried: in larger ones they take long."""
+
 _COPY_SHARES = (0.05, 0.07, 0.1)
 """Prices of copies, as shares of their time."""
 

@@ -36,7 +36,7 @@ from dataclasses import replace
 from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.bound import LowerBound, lower_bound
 from mucudnn.passes.planning.climbing import Climb, SearchState, changes_of, closer
-from mucudnn.passes.planning.eviction import evicted_family
+from mucudnn.passes.planning.eviction import MOST_NODES, evicted_family
 from mucudnn.passes.planning.program import fill
 from mucudnn.passes.planning.request import (
     StepRequest,
@@ -171,7 +171,7 @@ def _search_locally(
         starts += itertools.islice(others, _WORK // nodes)
     graph = request.graph
     orders = [list(changes_of(graph, candidates, mixed=m)) for m in (False, True)]
-    far = best.step_ms > _FAR * bound.step_ms
+    far = nodes <= MOST_NODES and best.step_ms > _FAR * bound.step_ms
     least_bytes, _ = request.need(begin[-1])
     evicted = evicted_family(request, best.step_ms, least_bytes) if far else []
     paged = paged_family(by_cost(candidates)) if far or not rounded else []

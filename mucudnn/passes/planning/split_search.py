@@ -25,7 +25,7 @@ from mucudnn.passes.planning.cutting import (
     cuttings,
     trains,
 )
-from mucudnn.passes.planning.eviction import evicted
+from mucudnn.passes.planning.eviction import MOST_NODES, evicted
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.search import schedulers, search
@@ -50,9 +50,6 @@ _HARDLY = 1.01
 _TIGHT = 1.5
 """Factor on the least bytes of the whole step below which it is mostly faster in parts:
 its search is short at first, and slices start from its plan within this budget."""
-
-_LARGE = 1500
-"""Nodes of a step in parts up to which evictions are tried, which take long."""
 
 _NEAR = 1.1
 """Factor on the fastest candidate up to which that search is made in full after all."""
@@ -137,7 +134,7 @@ def _candidate(
     slices = searches[cutting] = SliceSearch(request)
     if (known := _known_residencies(tried)) is not None:
         slices.begin(known)
-    if len(graph.nodes) <= _LARGE:
+    if len(graph.nodes) <= MOST_NODES:
         slices.begin_evicted(_fastest_ms(tried), least)
     if slices.plan is None:
         slices.offer(search(request, thorough=False))
