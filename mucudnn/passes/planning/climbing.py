@@ -176,7 +176,7 @@ def changes_of(
     """Yield changes for a climb: of the largest tensors, of groups, of others.
 
     All slices of a tensor change together before single slices do. Recomputation that
-    takes nearly as long as copies has never helped, so it is not tried.
+    takes more than half as long as copies has never helped, so it is not tried.
 
     Args:
         graph: The training graph.

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mucudnn.ir.graph import Phase
 from mucudnn.passes.liveness import Use
-from mucudnn.passes.planning.request import Rewritten, StepRequest
+from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
 
 MOST_NODES = 1500
@@ -82,30 +82,30 @@ def evicted(
             larger, evictions hardly ever fit, and are not tried.
         copy_share: Price of a copy, as a share of its time.
     """
-    eviction = _Eviction(request, copy_share)
-    targets = [share * request.budget for share in _TARGETS]
-    if request.budget < _ROOM * least_bytes:
+    kept_ms = request.compute_ms({})
+    if request.budget < _ROOM * least_bytes or below_ms <= kept_ms:
         return
-    most_ms = min(below_ms, _SLOW * request.compute_ms({}))
-    while targets and request.compute_ms(eviction.residency) < most_ms:
-        ready = request.rewritten(eviction.residency)
-        problem = ready.problem(ready.first_plans("least"), math.inf)
-        needed = problem.needed()
-        peak = max(needed)
-        while targets and peak <= targets[0]:
-            yield dict(eviction.residency)
-            del targets[0]
-        missing = peak - targets[0] if targets else 0.0
-        if targets and not eviction.evict(ready, needed.index(peak), missing, peak):
-            return
+    eviction = _Eviction(request, copy_share, min(below_ms, _SLOW * kept_ms))
+    for share in _TARGETS:
+        while (missing := eviction.peak - share * request.budget) > 0:
+            if not eviction.evict(missing):
+                return
+        yield dict(eviction.residency)
 
 
 class _Eviction:
-    """Residencies of a step from which ever more tensors are evicted."""
+    """Residencies of a step from which ever more tensors are evicted.
 
-    def __init__(self, request: StepRequest, copy_share: float) -> None:
+    Attributes:
+        residency: The residencies so far.
+        peak: Least bytes that the step needs with them.
+    """
+
+    def __init__(
+        self, request: StepRequest, copy_share: float, below_ms: float
+    ) -> None:
+        self._request, self._below_ms = request, below_ms
         graph = request.graph
-        self._graph = graph
         self._price = copy_share * request.profile.round_trip_ms
         self._recompute_ms = {c.saved.name: c.recompute_ms for c in request.candidates}
         forward = [node.phase is Phase.FORWARD for node in graph.nodes]
@@ -115,13 +115,23 @@ class _Eviction:
         }
         self.residency = dict.fromkeys(self._recompute_ms, Residency.KEEP)
         self._left: set[tuple[str, Residency]] = set()
+        self._rewrite()
 
-    def evict(self, ready: Rewritten, position: int, missing: float, peak: int) -> bool:
-        """Evict a part of the missing bytes at a node; return whether there were any.
+    def _rewrite(self) -> None:
+        self._ready = ready = self._request.rewritten(self.residency)
+        needed = ready.problem(ready.first_plans("least"), math.inf).needed()
+        self.peak = max(needed)
+        self._node = needed.index(self.peak)
+
+    def evict(self, missing: float) -> bool:
+        """Evict a part of the missing bytes at the peak.
 
         A tensor never gets a residency again that it had before.
+
+        Returns:
+            False if nothing can leave, or computation takes too long then.
         """
-        options = sorted(self._options(ready, position, peak), key=lambda o: o[0])
+        options = sorted(self._options(), key=lambda o: o[0])
         enough, changed = _AT_ONCE * missing, set()
         for _, name, choice, nbytes in options:
             if name in changed:
@@ -132,12 +142,14 @@ class _Eviction:
             enough -= nbytes
             if enough <= 0:
                 break
-        return bool(changed)
+        if not changed or self._request.compute_ms(self.residency) >= self._below_ms:
+            return False
+        self._rewrite()
+        return True
 
-    def _options(
-        self, ready: Rewritten, position: int, peak: int
-    ) -> Iterator[tuple[float, str, Residency, int]]:
-        """Yield time per byte, name, residency and bytes of what may leave a node."""
+    def _options(self) -> Iterator[tuple[float, str, Residency, int]]:
+        """Yield time per byte, name, residency and bytes of what may leave the peak."""
+        ready = self._ready
         count = len(ready.graph.nodes)
         of_storage = {
             storage: name
@@ -146,7 +158,7 @@ class _Eviction:
         }
         for storage, use in ready.uses.items():
             gaps = ready.swaps.get(storage, ())
-            if not _idle(use, gaps, position, count):
+            if not _idle(use, gaps, self._node, count):
                 continue
             name, nbytes = of_storage.get(storage), use.nbytes
             if name is not None:
@@ -159,9 +171,9 @@ class _Eviction:
                         continue
                     if price < math.inf:
                         yield (price - before) / nbytes, tensor, choice, nbytes
-            elif "~" not in storage and nbytes >= _SMALL * peak:
+            elif "~" not in storage and nbytes >= _SMALL * self.peak:
                 paged = self.residency.get(storage) is Residency.PAGE
-                if not paged and storage not in self._graph.immovable:
+                if not paged and storage not in self._request.graph.immovable:
                     copies = 2 if use.persistent else 1
                     yield copies * self._price, storage, Residency.PAGE, nbytes
 

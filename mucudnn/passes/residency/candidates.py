@@ -65,6 +65,7 @@ _CHOICES = (
     Residency.OFFLOAD,
     Residency.KEEP,
 )
+"""Residencies of changes. Paging is for starts: as a change it hardly ever helps."""
 
 _LESS = (
     Residency.RECOMPUTE_EACH,
@@ -101,7 +102,7 @@ def blockwise(
 
 
 def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Change]:
-    """Yield every residency for every group, the largest groups first.
+    """Yield all residencies but paging for every group, the largest groups first.
 
     Groups are the slices of a tensor, a block without its end, the checkpoints of a
     block, and tensors of the same operation and size.
@@ -289,17 +290,17 @@ _MEMBERS = 8
 
 
 def single_changes(names: Sequence[str]) -> Iterator[Change]:
-    """Yield every residency for every name; see `same_changes`."""
+    """Yield all residencies but paging for every name; see `same_changes`."""
     return same_changes([name] for name in names)
 
 
 def same_changes(
     groups: Iterable[Sequence[str]], choices: Collection[Residency] = tuple(Residency)
 ) -> Iterator[Change]:
-    """Yield every residency for every group of names, the same for a whole group.
+    """Yield all residencies but paging for every group, the same for a whole group.
 
     One residency goes through all groups before the next: recomputation instead of
-    copies helps most, and most often.
+    copies helps most, and most often. `EVERYTHING` and `PERSISTENTS` are paged as well.
     """
     known = list(groups)
     for choice in (choice for choice in _WINNING if choice in choices):
