@@ -18,8 +18,21 @@ class ChunkCosts:
     unmap_ms: float = 0.0
 
 
+class _Links:
+    """Two links to what is offloaded, with their rates."""
+
+    __slots__ = ()
+    out_bytes_per_ms: float
+    in_bytes_per_ms: float
+
+    @property
+    def round_trip_ms(self) -> float:
+        """Time to offload and fetch one byte."""
+        return 1 / self.out_bytes_per_ms + 1 / self.in_bytes_per_ms
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class Profile(_Links):
     """Times and memory of every node, and rates of the host link.
 
     Attributes:
@@ -52,11 +65,6 @@ class Profile:
     mapping_costs: ChunkCosts | None = None
     network_ms: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def round_trip_ms(self) -> float:
-        """Time to offload and fetch one byte."""
-        return 1 / self.out_bytes_per_ms + 1 / self.in_bytes_per_ms
-
     def recompute_ms_of(self, node: str) -> float:
         """Return the time to recompute a node's first result."""
         return self.recompute_ms.get(node, self.node_ms[node])
@@ -70,7 +78,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTier:
+class MemoryTier(_Links):
     """An offload target with its own links.
 
     Attributes:
@@ -86,11 +94,6 @@ class MemoryTier:
     out_bytes_per_ms: float
     in_bytes_per_ms: float
     addressable: bool = True
-
-    @property
-    def round_trip_ms(self) -> float:
-        """Time to offload and fetch one byte."""
-        return 1 / self.out_bytes_per_ms + 1 / self.in_bytes_per_ms
 
 
 @dataclass(frozen=True, slots=True)
