@@ -153,7 +153,7 @@ class CountedAverages:
 
     @contextmanager
     def marked(self, recorder: ReadRecorder) -> Iterator[None]:
-        """Set the momentum of each norm to a mark of its own, which `called` knows."""
+        """Give each norm a unique momentum, by which `called` recognizes it."""
         self._marks = {_mark(i): norm for i, norm in enumerate(self._norms.values())}
         self._counts = {}
         for mark, norm in self._marks.items():
