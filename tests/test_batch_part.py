@@ -50,15 +50,7 @@ def test_synchronised_statistics_make_the_function_of_one_process(
     found = Threads(len(shares)).run(
         lambda rank: trained(name, shares, rank, batch_norm="synchronised", fuse=fuse)
     )
-    for mine, theirs in found:
-        assert [loss for loss, _ in mine] == pytest.approx(
-            [loss for loss, _ in steps], rel=CLOSE
-        )
-        assert [right for _, right in mine] == [right for _, right in steps]
-        assert theirs.keys() == state.keys()
-        for key, value in theirs.items():
-            np.testing.assert_allclose(value, state[key], rtol=1e-6, atol=CLOSE)
-            np.testing.assert_array_equal(value, found[0][1][key])
+    agree(found, steps, state)
 
 
 def test_statistics_of_each_rank_are_another_function(alone):

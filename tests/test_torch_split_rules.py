@@ -233,8 +233,8 @@ CASES = [
 ]
 
 
-def site_of(function, args, kwargs=None, axes=None):
-    """A call of these tensors, of which the first has the batch unless it is said."""
+def operands(args):
+    """Arguments with numbers in place of tensors, and the tensors."""
     tensors = []
 
     def put(leaf):
@@ -243,11 +243,16 @@ def site_of(function, args, kwargs=None, axes=None):
         tensors.append(leaf)
         return Operand(len(tensors) - 1)
 
+    return tuple(pytree.tree_map(put, list(args))), tensors
+
+
+def site_of(function, args, kwargs=None, axes=None):
+    """A call of these tensors, of which the first has the batch unless it is said."""
     found = function(*args, **(kwargs or {}))
     several = isinstance(found, tuple | list)
     results = list(found) if several else [found]
     paths = tuple(range(len(results))) if several else (None,)
-    args = tuple(pytree.tree_map(put, list(args)))
+    args, tensors = operands(args)
     known = axes or {0: Axis(0, tensors[0].shape[0] // N)}
     site = Site(
         str(function),
@@ -422,19 +427,11 @@ STRIP_CASES = [*convolutions(), *pools(), *resized(), *padded()]
 
 def case_of(function, args):
     """A call of these tensors, its site, and what it computes."""
-    tensors = []
-
-    def put(leaf):
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        tensors.append(leaf)
-        return Operand(len(tensors) - 1)
-
     asked = args[-1] if function is aten.convolution_backward.default else [True]
     if isinstance(args[0], Sizes):
         sizes, *args = args
         paths = (0,) if len(asked) == 3 else (None,)
-        leaves = tuple(map(put, args))
+        leaves, tensors = operands(args)
         plain = Call(function, (), {}, paths)
         call = ShapedGradient(function, tuple(sizes), leaves).call(plain)
     else:
@@ -442,7 +439,8 @@ def case_of(function, args):
         paths = tuple(k for k, on in enumerate(asked) if on) if several else (None,)
         if "with_indices.default" in str(function):
             paths = 0, 1
-        call = Call(function, tuple(map(put, args)), {}, paths)
+        leaves, tensors = operands(args)
+        call = Call(function, leaves, {}, paths)
     whole = evaluate(call, tensors)
     images = 2 if "backward" in str(function) else 1  # those behind are filters
     site = Site(
