@@ -10,7 +10,7 @@ import reprlib
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -393,6 +393,7 @@ def allocate_step_memory(
     return state, arena, held + staged
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StepResult:
     """Loss and correct answers of one step, computed before the weights changed.
 
@@ -404,20 +405,12 @@ class StepResult:
         learning_rate: Learning rate of the step.
     """
 
-    __slots__ = ("_found", "_ready", "images", "labels", "learning_rate")
-
-    def __init__(
-        self,
-        found: Callable[[], tuple[float, int]],
-        ready: Callable[[], bool],
-        *,
-        labels: int,
-        images: int,
-        learning_rate: float,
-    ) -> None:
-        self._found, self._ready = found, ready
-        self.labels, self.images = labels, images
-        self.learning_rate = learning_rate
+    _found: Callable[[], tuple[float, int]]
+    _ready: Callable[[], bool]
+    _: KW_ONLY
+    labels: int
+    images: int
+    learning_rate: float
 
     @property
     def loss(self) -> float:
