@@ -12,6 +12,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 
 from mucudnn.backends.cuda.conv.graph_api import BIAS_UID, NODES, UIDS
 from mucudnn.backends.cuda.libcudnn import (
@@ -135,7 +136,7 @@ class FakeCudnn:
         self.streams = {}
         self.clock_ms = 0.0
         self.lists = dict(LISTS)
-        self._troubles = {}
+        self._troubles, self._methods = {}, {}
         self._first = FirstApi(self)
         self._maps = Maps(self)
         self.ran, self.map_ms = [], 0.5
@@ -181,21 +182,24 @@ class FakeCudnn:
             elif trouble.times:
                 trouble.times -= 1
                 return trouble.status
-        match = _CONVOLUTION.fullmatch(name)
+        if (method := self._methods.get(name)) is None:
+            method = self._methods[name] = self._method(name)
         try:
-            if of := _DESCRIPTOR.fullmatch(name):
-                return self._descriptor(*of.groups(), *arguments)
-            if match:
-                part = {None: "run", "WorkspaceSize": "size", "Algorithm_v7": "best"}
-                method = getattr(self._first, part[match[2]])
-                direction = Direction[_snake(match[1]).upper()]
-                return method(name, direction, *arguments) or 0
-            words = _snake(name.removeprefix("cudnn").replace("LRN", "Lrn"))
-            own = (getattr(api, words, None) for api in (self._first, self._maps))
-            method = next(filter(None, own), None) or getattr(self, f"_{words}")
             return method(*arguments) or 0
         except StatusError as e:
             return e.status
+
+    def _method(self, name):
+        """What stands for a function of C."""
+        if of := _DESCRIPTOR.fullmatch(name):
+            return partial(self._descriptor, *of.groups())
+        if match := _CONVOLUTION.fullmatch(name):
+            part = {None: "run", "WorkspaceSize": "size", "Algorithm_v7": "best"}
+            direction = Direction[_snake(match[1]).upper()]
+            return partial(getattr(self._first, part[match[2]]), name, direction)
+        words = _snake(name.removeprefix("cudnn").replace("LRN", "Lrn"))
+        own = (getattr(api, words, None) for api in (self._first, self._maps))
+        return next(filter(None, own), None) or getattr(self, f"_{words}")
 
     def new(self, kind, out):
         number = next(self._numbers)

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import (
@@ -93,11 +94,12 @@ class LegacyLibrary:
         reasons: dict[str, str] = {}
         nondeterministic = self._nondeterministic(problem)
         algorithms = _KINDS[problem.direction].algorithms
+        bound_in = functools.cache(partial(_Bound, self._calls, problem))
         for (math, suffix), algo in itertools.product(_SUFFIXES.items(), algorithms):
             name, nbytes = f"{algo.name}{suffix}", ctypes.c_size_t()
             try:
-                bound = _Bound(self._calls, problem, math)
-                self._ask("WorkspaceSize", bound, int(algo), ctypes.byref(nbytes))
+                size = ctypes.byref(nbytes)
+                self._ask("WorkspaceSize", bound_in(math), int(algo), size)
             except MucudnnError as e:
                 reasons[name] = str(e)
             else:
