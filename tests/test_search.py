@@ -38,6 +38,8 @@ from mucudnn.passes.residency.candidates import (
 from tests.graphs import split_batch
 from tests.schedule_oracle import verify
 
+FEW_ROUNDS = (2, 20), (1, 20)
+
 
 def request(model="resnet18", batch=32, share=0.2):
     graph = with_updates(training_graph(get_model(model)(batch)), Momentum())
@@ -128,7 +130,7 @@ def test_a_change_is_of_a_whole_group():
 def test_a_search_improves_on_policies_and_keeps_to_the_scheduler_that_is_named(
     monkeypatch, scheduler
 ):
-    monkeypatch.setattr(module, "_ROUNDS", ((2, 30), (1, 40)))
+    monkeypatch.setattr(module, "_ROUNDS", FEW_ROUNDS)
     asked = request(share=0.08).scheduled(scheduler)
     policies = SearchState(asked)
     for residency in policy_residencies(asked):
@@ -149,9 +151,11 @@ def test_further_rounds_help_where_many_tensors_have_to_leave():
     assert verify(best.schedule, asked.budget, granularity=ALIGNMENT)
 
 
-def test_plans_of_tight_budgets_come_from_starts_that_page_nearly_everything():
-    plan = plan_step(request(batch=256, share=0.15))
-    assert plan.gap < 0.08  # 0.16 without these starts
+def test_plans_of_tight_budgets_come_from_starts_that_page_nearly_everything(
+    monkeypatch,
+):
+    monkeypatch.setattr(module, "_ROUNDS", FEW_ROUNDS)
+    assert plan_step(request(share=0.05)).gap < 0.3  # 0.53 without these starts
 
 
 def climb(share=0.15):
