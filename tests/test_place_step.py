@@ -128,8 +128,8 @@ def large():
     return request, peak, minimum_budget(request)
 
 
-@pytest.mark.parametrize(("share", "most"), [(0.5, 1.01), (0.2, 1.025), (0.05, 1.01)])
-def test_places_cost_little_time(share, most, large):
+@pytest.mark.parametrize(("share", "most"), [(0.5, 1.01), (0.2, 1.01), (0.05, 1.02)])
+def test_places_cost_little_time(share, most, large, short_search):
     request, peak, least = large
     request = request.within(least + int(share * (peak - least)))
     plan = plan_step(request)
