@@ -22,7 +22,7 @@ from torch._functorch._aot_autograd.functional_utils import from_fun
 
 from mucudnn.ir.graph import Node
 from mucudnn.ir.tensor import TensorSpec
-from mucudnn.torch.lowering.lowered import Call, Layout, Named, Number, Operand, bound
+from mucudnn.torch.lowering.lowered import Call, Layout, Named, Number, bound, named
 
 _aten = torch.ops.aten
 
@@ -397,18 +397,3 @@ def _foreach(function: Any) -> Callable[..., Any]:
 
     foreach.__qualname__ = f"foreach({function})"  # plans are stored by name
     return foreach
-
-
-def named(value: Any, inputs: Sequence[str]) -> Any:
-    """Return arguments with tensors by name; the inverse of `bound`."""
-    match value:
-        case Operand(index):
-            return Named(inputs[index])
-        case Number(function, args):
-            return Number(function, named(args, inputs))
-        case dict():
-            return {key: named(item, inputs) for key, item in value.items()}
-        case list() | tuple():
-            return tuple(named(item, inputs) for item in value)
-        case _:
-            return value

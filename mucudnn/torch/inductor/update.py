@@ -45,7 +45,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from mucudnn.ir.graph import Graph, Node, Phase
-from mucudnn.torch.capture.many_tensor_updates import named
 from mucudnn.torch.capture.optimizers import with_dependencies
 from mucudnn.torch.costs.measure import evaluate, evaluated
 from mucudnn.torch.inductor.compiling import (
@@ -67,6 +66,7 @@ from mucudnn.torch.lowering.lowered import (
     Number,
     Operand,
     bound,
+    named,
 )
 
 _aten = torch.ops.aten
@@ -244,7 +244,7 @@ def _groups(lowered: Lowered, apart: frozenset[str]) -> list[list[Node]]:
 def _shape(lowered: Lowered, node: Node) -> tuple[int, ...] | None:
     """Return the shape of an operation on single elements; None for any other one."""
     call = lowered.calls[node.name]
-    leaves = _leaves((call.args, dict(call.kwargs)))
+    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     numbers = any(map(_is_number, leaves))
     if call.function not in _EXACT and (numbers or call.function not in _PLAIN):
         return None
@@ -263,11 +263,6 @@ def _shape(lowered: Lowered, node: Node) -> tuple[int, ...] | None:
     return shape if fits and alone and math.prod(shape) > 1 else None
 
 
-def _leaves(arguments: Any) -> list[Any]:
-    leaves: list[Any] = pytree.tree_leaves(arguments, is_leaf=_is_number)
-    return leaves
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, Number)
 
@@ -281,9 +276,9 @@ def _described(
     made = {name for node in nodes for name in node.outputs}
     read = dict.fromkeys(n for node in nodes for n in node.inputs if n not in made)
     arguments = [_named_arguments(lowered, node) for node in nodes]
-    leaves = _leaves(arguments)
+    leaves = pytree.tree_leaves(arguments)
     # A second operand that is a number is a tensor to PyTorch, others are scalars.
-    scalars = _leaves([(args[2:], kwargs) for args, kwargs in arguments])
+    scalars = pytree.tree_leaves([(args[2:], kwargs) for args, kwargs in arguments])
     operands = {leaf.name for leaf in leaves if isinstance(leaf, Named)}
     kernel = [name for name in read if name in operands]
     others = {
@@ -323,11 +318,7 @@ def _named_arguments(lowered: Lowered, node: Node) -> Any:
     given = named((call.args, dict(call.kwargs)), node.inputs)
     if call.function not in _EXACT:
         return given
-    return pytree.tree_map(
-        lambda v: Number(float, (v,)) if isinstance(v, float) else v,
-        given,
-        is_leaf=_is_number,
-    )
+    return pytree.tree_map_only(float, lambda v: Number(float, (v,)), given)
 
 
 # Kernels.
@@ -405,7 +396,7 @@ def _operations(lowered: Lowered, group: _Group) -> Iterator[tuple[Any, ...]]:
 
     for node in group.nodes:
         given = _named_arguments(lowered, node)
-        arguments = pytree.tree_map(placed, given, is_leaf=_is_number)
+        arguments = pytree.tree_map(placed, given)
         (result,) = node.outputs
         at = group.outputs.index(result) if result in group.outputs else -1
         dtype = lowered.layouts[result].dtype
@@ -440,7 +431,7 @@ def _compiled(
             return leaf
 
         for function, arguments, made, _ in operations:
-            args, kwargs = pytree.tree_map(valued, arguments, is_leaf=_is_number)
+            args, kwargs = pytree.tree_map(valued, arguments)
             values.append(_EXACT.get(function, function)(*args, **kwargs).to(made))
         results = {at: v for (*_, at), v in zip(operations, values, strict=True)}
         return [results[i] for i in range(len(group.outputs))]

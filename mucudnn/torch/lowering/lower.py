@@ -9,7 +9,6 @@ The traits of a node tell the planner whether it is a view, expensive, or random
 which operands it may overwrite.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +33,7 @@ from mucudnn.torch.lowering.lowered import (
     Number,
     Operand,
     bound,
+    mapped,
 )
 from mucudnn.torch.lowering.overloads import (
     as_laid_out,
@@ -227,8 +227,7 @@ class _Lowering:
         function = node.target
         refuse(node, outputs)
         positions: dict[str, int] = {}
-        bind = functools.partial(bound, inputs=positions)
-        args, kwargs = pytree.tree_map(bind, (args, dict(kwargs)))
+        args, kwargs = bound((args, dict(kwargs)), positions)
         inputs = tuple(positions)
         # A view of a constant has, as a fake tensor, a storage of its own.
         first = next(iter(self._resolved(node.args[:1])), None)
@@ -348,19 +347,9 @@ def _collective(op: str) -> Collective | None:
 
 def _count_uses(call: Call, index: int) -> int:
     """Return how often a call names an operand."""
-    found = 0
-    pending: list[Any] = [call.args, dict(call.kwargs)]
-    while pending:
-        match pending.pop():
-            case Operand(i):
-                found += i == index
-            case Number(_, args):
-                pending.append(args)
-            case dict() as mapping:
-                pending += mapping.values()
-            case list() | tuple() as values:
-                pending += values
-    return found
+    leaves: list[Any] = []
+    mapped([call.args, dict(call.kwargs)], leaves.append)
+    return leaves.count(Operand(index))
 
 
 DENSE = (

@@ -1,6 +1,6 @@
 """A lowered PyTorch graph: a `Graph` with the call of each node, as plain values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -37,20 +37,38 @@ class Named:
     name: str
 
 
-def bound(value: Any, inputs: dict[str, int]) -> Any:
-    """Return an argument with tensors as operands; `inputs` has or gets their places.
+def mapped(argument: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return an argument with what `leaf` returns of each operand and constant in it.
 
-    Tuples become lists.
+    What a number is computed from counts, too.
     """
-    match value:
-        case Named(name):
-            return Operand(inputs.setdefault(name, len(inputs)))
+    match argument:
         case Number(function, args):
-            return Number(function, tuple(bound(item, inputs) for item in args))
-        case _ if type(value) is tuple:
-            return [bound(item, inputs) for item in value]
+            return Number(function, mapped(args, leaf))
+        case list() | tuple():
+            return type(argument)([mapped(item, leaf) for item in argument])
+        case dict():
+            return {key: mapped(item, leaf) for key, item in argument.items()}
         case _:
-            return value
+            return leaf(argument)
+
+
+def bound(argument: Any, inputs: dict[str, int]) -> Any:
+    """Return an argument with tensors as operands; `inputs` has or gets places."""
+
+    def operand(leaf: Any) -> Any:
+        if not isinstance(leaf, Named):
+            return leaf
+        return Operand(inputs.setdefault(leaf.name, len(inputs)))
+
+    return mapped(argument, operand)
+
+
+def named(argument: Any, inputs: Sequence[str]) -> Any:
+    """Return an argument with tensors by name; the inverse of `bound`."""
+    return mapped(
+        argument, lambda v: Named(inputs[v.index]) if isinstance(v, Operand) else v
+    )
 
 
 @dataclass(frozen=True, slots=True)

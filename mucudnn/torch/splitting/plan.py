@@ -26,7 +26,14 @@ from mucudnn.ir.traits import Rows
 from mucudnn.passes.planning.cutting import AUTO, HEIGHT, Split, SplitStep
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.split_search import plan_splitting
-from mucudnn.torch.lowering.lowered import Call, Layout, Lowered, Number, Operand
+from mucudnn.torch.lowering.lowered import (
+    Call,
+    Layout,
+    Lowered,
+    Number,
+    Operand,
+    mapped,
+)
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.planning import Planner, too_small
 from mucudnn.torch.splitting.axes import Axis, Cut, layout_of_rows
@@ -346,29 +353,21 @@ def slice_call(
         )
         for i, axis in narrowed.items()
     }
-    args = [_replace_operands(leaves, value) for value in call.args]
+
+    def narrow(leaf: Any) -> Any:
+        return leaves.get(leaf.index, leaf) if isinstance(leaf, Operand) else leaf
+
+    args, kwargs = mapped([[*call.args], dict(call.kwargs)], narrow)
     for position in cut.shaped:
         args[position] = list(shape)
     for position in cut.counted:
         args[position] = rows.count * next(iter(cut.inputs.values())).each
-    kwargs = {k: _replace_operands(leaves, value) for k, value in call.kwargs.items()}
     found = replace(call, args=tuple(args), kwargs=kwargs)
     # A mean over the batch is a sum of means weighted by the slices' shares.
     if not cut.averaged:
         return found
     weighted = (call.function, rows.count / rows.total, *args)
     return replace(found, function=_weighted, args=weighted, into=None)
-
-
-def _replace_operands(leaves: Mapping[int, Number], value: Any) -> Any:
-    """Return an argument with some operands replaced."""
-    match value:
-        case Operand(index):
-            return leaves.get(index, value)
-        case list() | tuple():
-            return type(value)(_replace_operands(leaves, v) for v in value)
-        case _:
-            return value
 
 
 def _narrowed(tensor: torch.Tensor, axis: int, start: int, count: int) -> torch.Tensor:
