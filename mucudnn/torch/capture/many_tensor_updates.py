@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.functional_utils import from_fun
 
 from mucudnn.ir.graph import Node
 from mucudnn.ir.tensor import TensorSpec
+from mucudnn.torch.capture.undeclared_writes import LIBRARY
 from mucudnn.torch.lowering.lowered import Call, Layout, Named, Number, bound, named
 
 _aten = torch.ops.aten
@@ -91,8 +92,7 @@ def functional_fused(operator: Any) -> Any:
     # A scalar may be computed from a tensor of the graph; a float may not.
     given = given.replace("float lr", "Scalar lr")
     name = f"functional{schema.name.partition('::')[2]}{schema.overload_name}"
-    library = torch.library.Library("mucudnn", "FRAGMENT")
-    library.define(f"{name}({given}) -> Tensor[]")
+    LIBRARY.define(f"{name}({given}) -> Tensor[]")
     written = _written_lists(operator)
 
     def computed(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -105,43 +105,25 @@ def functional_fused(operator: Any) -> Any:
     def described(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
         return [torch.empty_like(t) for place in written for t in args[place]]
 
-    library.impl(name, computed, "CompositeExplicitAutograd")
-    library.impl(name, described, "Meta")
-    _LIBRARIES.append(library)
+    LIBRARY.impl(name, computed, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, described, "Meta")
     found = getattr(torch.ops.mucudnn, name).default
     _OPERATORS[found] = operator
     return found
 
 
-_LIBRARIES: list[torch.library.Library] = []
-"""Definitions end with the object that has made them."""
-
 _OPERATORS: dict[Any, Any] = {}
 """Functional form -> the fused operator."""
 
 
-def fused_targets(call: Call, inputs: Sequence[str]) -> list[str]:
-    """Return the tensors that a fused update writes, in the order of its results.
-
-    Empty for any other call.
-    """
-    if call.stores:
-        return [inputs[place] for place in call.stores]
+def with_fused_stores(call: Call) -> Call:
+    """Return a fused update with what writes its operands; any other call as it is."""
     operator = _OPERATORS.get(call.function)
     if operator is None:
-        return []
-    return [
-        inputs[operand.index]
-        for place in _written_lists(operator)
-        for operand in call.args[place]
-    ]
-
-
-def fused_in_place(call: Call) -> Call:
-    """Return the call of a fused update that writes its operands."""
-    if call.into is not None:
-        return replace(call, function=call.into, into=None)
-    return replace(call, function=_fused(_OPERATORS[call.function]))
+        return call
+    lists = (call.args[place] for place in _written_lists(operator))
+    stores = tuple(operand.index for written in lists for operand in written)
+    return replace(call, into=_fused(operator), stores=stores)
 
 
 @functools.cache

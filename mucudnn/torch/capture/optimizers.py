@@ -24,11 +24,7 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.tensor import TensorSpec
 from mucudnn.processes import uninterrupted
-from mucudnn.torch.capture.many_tensor_updates import (
-    Merger,
-    fused_in_place,
-    fused_targets,
-)
+from mucudnn.torch.capture.many_tensor_updates import Merger
 from mucudnn.torch.capture.python_state import is_alike
 from mucudnn.torch.distributed.sharding import as_sharded, local_of
 from mucudnn.torch.execution.cuda_memory import reserve_block
@@ -404,7 +400,8 @@ class _Writer:
         """Have fused updates write their operands, unless these are read later."""
         graph, layouts = self._graph, self._lowered.layouts
         for position, node in enumerate(graph.nodes):
-            targets = fused_targets(self.calls[node.name], node.inputs)
+            call = self.calls[node.name]
+            targets = [node.inputs[place] for place in call.stores]
             pairs = list(zip(node.outputs, targets, strict=False))
             if targets and all(
                 self._stores.get(target) == value
@@ -414,7 +411,8 @@ class _Writer:
                 for value, target in pairs
             ):
                 self._in_place.update(pairs)
-                self.calls[node.name] = fused_in_place(self.calls[node.name])
+                function = call.into or call.function
+                self.calls[node.name] = replace(call, function=function, into=None)
 
     def _copy(self, target: str, value: str) -> Node:
         name = f"store.{target}"

@@ -132,19 +132,17 @@ def functional_variant(function: Any) -> Any:
     given, results = str(schema).removeprefix(schema.name).split(" -> ")
     made = results.strip("()").split(", ")
     made += ["Tensor"] * (len(writes.operands) if writes.returned else 0)
-    library = torch.library.Library("mucudnn", "FRAGMENT")
-    library.define(f"{name}{given} -> ({', '.join(made)})")
+    LIBRARY.define(f"{name}{given} -> ({', '.join(made)})")
     kernel = kernel_of(function)
     for key in ("CompositeExplicitAutograd", "Meta"):
-        library.impl(name, kernel, key)
-    _LIBRARIES.append(library)
+        LIBRARY.impl(name, kernel, key)
     found = getattr(torch.ops.mucudnn, name).default
     _KERNELS[found] = kernel
     return found
 
 
-_LIBRARIES: list[torch.library.Library] = []
-"""Definitions end with the object that has made them."""
+LIBRARY = torch.library.Library("mucudnn", "FRAGMENT")
+"""Operators of our own, whose definitions end with this object."""
 
 _KERNELS: dict[Any, Callable[..., Any]] = {}
 

@@ -40,6 +40,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._triton import has_triton
 
 from mucudnn.errors import MucudnnError
+from mucudnn.torch.capture.undeclared_writes import LIBRARY
 from mucudnn.torch.internals import replaced
 from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 
@@ -71,8 +72,7 @@ SETTINGS: Mapping[str, Any] = {
 # Inductor draws `bernoulli` in place, in a copy that its scheduler may let others read
 # before. This operator returns a new tensor, drawn in memory order, of a size and
 # stride. The tensor that it takes only tells where it runs.
-_LIBRARY = torch.library.Library("mucudnn", "FRAGMENT")
-_LIBRARY.define(
+LIBRARY.define(
     "bernoulli(Tensor at, int[] size, int[] stride, float p, ScalarType dtype) -> "
     "Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),
@@ -86,8 +86,8 @@ def _drawn(
     return made if made.is_meta else made.bernoulli_(p)
 
 
-_LIBRARY.impl("bernoulli", _drawn, "CompositeExplicitAutograd")
-_LIBRARY.impl("bernoulli", _drawn, "Meta")
+LIBRARY.impl("bernoulli", _drawn, "CompositeExplicitAutograd")
+LIBRARY.impl("bernoulli", _drawn, "Meta")
 
 
 @dataclass(frozen=True)

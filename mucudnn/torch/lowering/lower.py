@@ -23,6 +23,7 @@ from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph, Node, Phase
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import Collective, NodeTraits
+from mucudnn.torch.capture.many_tensor_updates import with_fused_stores
 from mucudnn.torch.capture.undeclared_writes import SPOILS_AN_OPERAND, writes_of
 from mucudnn.torch.distributed.sharding import WAIT, finished, is_collective, started
 from mucudnn.torch.lowering.lowered import (
@@ -259,7 +260,7 @@ class _Lowering:
             tuple(path for path, _, _ in outputs),
             random=torch.Tag.nondeterministic_seeded in tags,
         )
-        call, overwrites = self._overwriting(call, inputs, names)
+        call, overwrites = self._overwriting(with_fused_stores(call), inputs, names)
         view = bool(names) and all(self._tensors[n].alias is not None for n in names)
         packet = getattr(function, "overloadpacket", None)
         traits = NodeTraits(
