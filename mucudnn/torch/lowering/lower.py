@@ -38,7 +38,6 @@ from mucudnn.torch.lowering.lowered import (
 )
 from mucudnn.torch.lowering.overloads import (
     as_laid_out,
-    corrected,
     in_place_variant,
     without_masked,
     without_unread,
@@ -85,7 +84,6 @@ class _Lowering:
         self._inputs: list[str | None] = []
         self._constants: dict[str, torch.Tensor] = {}
         self._results: tuple[Any, ...] = ()
-        self._kept_alive: list[Any] = []
 
     def visit(self, node: torch.fx.Node) -> None:
         """Lower one node."""
@@ -172,10 +170,7 @@ class _Lowering:
             self._add(node, args, kwargs, [(None, node.name, value)])
             self._values[node] = Named(node.name)
         elif isinstance(value, tuple | list):
-            given = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
-            value = corrected(node.target, given, value)
             value = without_masked(node.target, node.args, value)
-            self._kept_alive.append(value)  # `storage_of` compares addresses
             found = [
                 (k, f"{node.name}.{k}", v)
                 for k, v in enumerate(value)
