@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import json
-import os
 import random
 import re
 import sqlite3
@@ -165,38 +164,22 @@ def test_a_second_process_neither_measures_nor_searches(folder):
     assert alone(SECOND, folder=str(folder), budget=round(0.9 * peak)) == again[0]
 
 
-def harm(name, path):
-    data = bytearray(path.read_bytes())
-    match name:
-        case "truncate":
-            path.write_bytes(data[:-5000])
-        case "foreign":
-            path.write_bytes(b"\x89PNG\r\n" + bytes(range(256)))
-        case "newer":
-            change(path.parent, "PRAGMA user_version = 99")
-        case "folder":
-            path.unlink()
-            path.mkdir()
-        case "pipe":
-            path.unlink()
-            os.mkfifo(path)
-
-
-@pytest.mark.parametrize("kind", ["truncate", "foreign", "newer", "folder", "pipe"])
-def test_a_damaged_or_foreign_file_is_noticed_and_plans_are_made_again(folder, kind):
+@pytest.mark.parametrize("truncated", [True, False])
+def test_a_damaged_or_foreign_file_is_noticed_and_plans_are_made_again(
+    folder, truncated
+):
     wanted, _ = planned(folder, net=small_net)
     change(folder, "PRAGMA journal_mode = DELETE")  # nothing is left in a log
-    harm(kind, folder / "plans.sqlite")
-    with pytest.warns(CacheWarning, match=r"starting a new|in memory only"):
+    path = folder / "plans.sqlite"
+    path.write_bytes(path.read_bytes()[:-5000] if truncated else b"PNG" * 99)
+    with pytest.warns(CacheWarning, match="starting a new"):
         found, times = planned(folder, net=small_net)
-    assert times == 1 or kind == "truncate"  # some entries may be whole
+    assert times == 1 or truncated  # some entries may be
     assert found.source == wanted.source
-    if kind in ("newer", "folder", "pipe"):
-        return  # it stays as it is
     with warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
         assert planned(folder, net=small_net)[1] == 0  # and it was written anew
-    assert len([*folder.glob("*.corrupt-*"), *folder.glob("*.foreign-*")]) == 1
+    assert len([*folder.glob("*.corrupt-*")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -389,26 +372,6 @@ def test_settings_that_change_times_are_part_of_the_key(folder):
     assert planned(folder, net=small_net)[1] == 0
 
 
-def test_without_a_place_to_write_it_works(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("mine")
-    with pytest.warns(CacheWarning, match="in memory only") as caught:
-        _, times = planned(blocked, net=small_net)
-    assert times == 1
-    assert blocked.read_text() == "mine"
-    assert len(caught) == 1
-
-
-def test_a_full_disk_is_no_failure(tmp_path):
-    with BenchmarkCache(tmp_path / "plans.sqlite") as store:
-        store._file.do(lambda db: db.execute("PRAGMA max_page_count = 1"))  # as it is
-        with pytest.warns(CacheWarning, match="disk is full") as caught:
-            store.entries.put("plan", "key", "x" * 100_000)
-        store.entries.put("plan", "key", "in memory")
-        assert store.entries.get("plan", "key") == "in memory"
-    assert len(caught) == 1
-
-
 def test_a_read_only_store_serves_without_a_word(folder, monkeypatch):
     wanted, _ = planned(folder, net=small_net)
     change(folder, "UPDATE entries SET used_at = 1")
@@ -441,36 +404,6 @@ def test_the_store_does_not_grow_without_end(tmp_path):
         assert entries.summary() == {"plan": (4, 4 * (700 + 2 + 32))}
         assert entries.clear() == 4
         assert entries.summary() == {}
-
-
-def test_two_processes_write_one_store(tmp_path):
-    code = """
-import sys
-from mucudnn.runtime.store.measurements import BenchmarkCache
-with BenchmarkCache(sys.argv[1]) as store:
-    sys.stdin.readline()
-    for i in range(60):
-        store.entries.put("plan", f"{i % 20}", [i % 20] * 1000)
-        store.entries.put("plan", f"{sys.argv[2]} {i}", i)
-        assert store.entries.get("plan", f"{i % 20}") == [i % 20] * 1000
-"""
-    file = tmp_path / "plans.sqlite"
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", code, str(file), name],
-            stdin=subprocess.PIPE,
-            text=True,
-        )
-        for name in "ab"
-    ]
-    for child in both:
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    for child in both:
-        child.communicate(timeout=300)
-    assert [child.returncode for child in both] == [0, 0]
-    with BenchmarkCache(file) as store:
-        assert store.entries.summary()["plan"][0] == 20 + 2 * 60
 
 
 def test_what_a_name_does_not_tell_is_not_remembered():
