@@ -8,7 +8,14 @@ from torch.nn import functional
 import mucudnn.torch as mt
 from mucudnn.errors import UnsupportedError
 from tests.torch_marks import STEPS_RUN
-from tests.torch_steps import train_eagerly
+from tests.torch_programs import (
+    Program,
+    Training,
+    built,
+    compare,
+    eager_step,
+    new_step,
+)
 
 pytestmark = STEPS_RUN
 
@@ -40,6 +47,10 @@ OPTIMIZERS = {
     "subtracting": lambda p: Own(p, subtracting),
     "of_lists": lambda p: Own(p, of_lists),
 }
+if hasattr(optim, "Muon"):
+    OPTIMIZERS["muon"] = lambda p: optim.Muon(
+        [one for one in p if one.dim() == 2], 1e-2
+    )
 
 
 class Clipping(optim.Optimizer):
@@ -136,89 +147,52 @@ def of_lists(_, group, p, state):
     torch._foreach_add_([p], signs, alpha=-group["lr"])
 
 
-def built(optimizer_of):
-    torch.manual_seed(0)
-    model = nn.Linear(6, 3)
-    x, y = torch.randn(5, 6), torch.randn(5, 3)
-    return model, optimizer_of(model.parameters()), x, y
+EAGER = "alternating", "sharing", "counting_for_all", "slowing"
+"""Those that change what is no state of a parameter: they update behind the passes."""
 
 
-def eager(optimizer_of):
-    model, optimizer, x, y = built(optimizer_of)
-    torch.manual_seed(1)
-    losses = train_eagerly(model, functional.mse_loss, (x, y), optimizer, STEPS)
-    return losses, model, optimizer.state_dict()["state"]
+def training_of(optimizer_of):
+    def build():
+        model = nn.Linear(6, 3)
+        return Training(
+            model,
+            optimizer_of(model.parameters()),
+            [(torch.randn(5, 6), torch.randn(5, 3))],
+            functional.mse_loss,
+            steps=STEPS,
+        )
 
-
-def planned(optimizer_of):
-    model, optimizer, x, y = built(optimizer_of)
-    step = mt.train_step(model, functional.mse_loss, optimizer)
-    torch.manual_seed(1)
-    losses = [step(x, y).item() for _ in range(STEPS)]
-    return losses, model, optimizer.state_dict()["state"]
+    return Program(build)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_of_an_optimizer_are_its_own(name):
-    wanted, model, state = eager(OPTIMIZERS[name])
-    losses, mine, my_state = planned(OPTIMIZERS[name])
-    assert losses == wanted
-    assert all(map(torch.equal, model.parameters(), mine.parameters()))
-    assert len(set(wanted)) == STEPS
-    for number, of_parameter in state.items():
-        assert of_parameter.keys() <= my_state.get(number, {}).keys()
-        for key, value in of_parameter.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(my_state[number][key], value), key
-
-
-@pytest.mark.parametrize("name", ["clipping", "subtracting", "of_lists", "noisy"])
-def test_updates_by_tensor_operations_are_planned(name):
-    model, optimizer, x, y = built(OPTIMIZERS[name])
-    step = mt.train_step(model, functional.mse_loss, optimizer)
-    step(x, y)
-    assert step.plan.update_reason == ""
-    assert step.plan.own_update is None
-
-
-@pytest.mark.parametrize("name", ["alternating", "sharing", "counting_for_all"])
-def test_updates_that_change_what_is_no_state_of_a_parameter_run_eagerly(name):
-    model, optimizer, x, y = built(OPTIMIZERS[name])
-    step = mt.train_step(model, functional.mse_loss, optimizer)
-    for _ in range(3):
-        step(x, y)
-    assert step.plan.own_update is not None
+    report = compare(training_of(OPTIMIZERS[name]))
+    assert not report.differences
+    assert report.was_planned()
+    for plan in report.plans[2:]:
+        assert (plan.own_update is not None) == (name in EAGER)
+        assert bool(plan.update_reason) == (name in EAGER)
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.Adagrad])
 def test_fused_optimizers_are_run_unfused(kind):
-    def of(parameters):
-        return kind(parameters, 1e-2, fused=True)
-
-    wanted, model, _ = eager(of)
-    losses, mine, _ = planned(of)
-    assert losses == pytest.approx(wanted, rel=1e-6)
-    for one, other in zip(model.parameters(), mine.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_muon_is_planned_where_there_is_one():
-    if "Muon" not in dir(optim):
-        pytest.skip("this PyTorch has no Muon")
-
-    def of(parameters):
-        return optim.Muon([p for p in parameters if p.dim() == 2], 1e-2)
-
-    wanted, model, _ = eager(of)
-    losses, mine, _ = planned(of)
-    assert losses == wanted
-    assert torch.equal(model.weight, mine.weight)
+    outcomes = []
+    for ours in (False, True):
+        with built(training_of(lambda p: kind(p, 1e-2, fused=True)), 0) as training:
+            step = new_step(training, {}) if ours else None
+            for _ in range(STEPS):
+                batch = training.batches[0]
+                step(*batch) if ours else eager_step(training, batch)
+            outcomes.append(list(training.model.parameters()))
+    torch.testing.assert_close(*outcomes)
 
 
 def test_one_that_takes_sparse_gradients_alone_is_refused_by_name():
-    model, optimizer, x, y = built(optim.SparseAdam)
-    with pytest.raises(UnsupportedError, match=r"SparseAdam.*dense gradients"):
-        mt.train_step(model, functional.mse_loss, optimizer)(x, y)
+    with built(training_of(optim.SparseAdam), 0) as training:
+        step = new_step(training, {})
+        with pytest.raises(UnsupportedError, match=r"SparseAdam.*dense gradients"):
+            step(*training.batches[0])
 
 
 def test_momentum_of_a_parameter_of_a_class_of_its_own_is_a_plain_tensor():
