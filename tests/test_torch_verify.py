@@ -12,6 +12,7 @@ from mucudnn.errors import MucudnnError, VerificationError
 from mucudnn.torch.execution.bound_step import BoundStep
 from tests.torch_marks import STEPS_RUN
 from tests.torch_own_updates import CountingInGroup, lbfgs
+from tests.torch_programs import Program as TrainingProgram, compare, trained
 from tests.torch_step_cases import CASES
 from tests.torch_steps import build
 
@@ -230,65 +231,49 @@ def test_compiled_models_solve_and_raise_too():
     assert len(backend.plans) == 1
 
 
+def check_planned(build):
+    """Steps of a training are planned, and those of eager mode."""
+    report = compare(TrainingProgram(build))
+    assert not report.differences
+    assert report.was_planned()
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_mean_of_all_batches_goes_on_from_step_to_step(accumulate):
-    torch.manual_seed(0)
-    layers = nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)
-    planned = nn.Sequential(*layers)
-    eager = copy.deepcopy(planned)
-    ours, theirs = (
-        torch.optim.SGD(model.parameters(), 0.1) for model in (planned, eager)
-    )
-    step = mt.train_step(
-        planned, functional.mse_loss, ours, accumulate=accumulate, cache=None
-    )
-    for i in range(6):
-        x, y = torch.randn(8, 6), torch.randn(8, 2)
-        if i == 3:  # a mode of its own, which does not count
-            planned.eval(), eager.eval()
-        if i == 4:
-            planned.train(), eager.train()
-        theirs.zero_grad()
-        for a, b in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
-            (functional.mse_loss(eager(a), b) / accumulate).backward()
-        theirs.step()
-        step(x, y)
-        for key, value in eager.state_dict().items():
-            assert torch.equal(value, planned.state_dict()[key]), key
-    assert int(planned[1].num_batches_tracked) == 5 * accumulate
-    assert planned[1].momentum is None
+    def build():
+        layers = nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4)
+        model = nn.Sequential(*layers)
+        return trained(
+            model,
+            options={"accumulate": accumulate},
+            before=lambda number: model.train(number != 3),  # which does not count
+            watched=lambda: model[1].momentum,
+            steps=6,
+        )
+
+    check_planned(build)
+
+
+def of_numbers(count=8):
+    return [(torch.rand(count, 6), torch.rand(count, 4)) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
     ("var", "options"),
     [
-        (torch.rand(4, 4) + 0.1, {}),
-        (torch.rand(4) + 0.1, {"full": True, "reduction": "sum"}),
-        (torch.zeros(4, 1), {"eps": 0.5}),
+        (torch.rand(8, 4) + 0.1, {}),
+        (torch.rand(8) + 0.1, {"full": True, "reduction": "sum"}),
+        (torch.zeros(8, 1), {"eps": 0.5}),
         (0.5, {"full": True}),
     ],
 )
 def test_variances_are_checked_in_the_step(var, options):
-    def trained(ours):
-        torch.manual_seed(0)
-        model, x = nn.Linear(4, 4), torch.rand(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    def loss_fn(out, y):
+        return functional.gaussian_nll_loss(out, y, var, **options)
 
-        def loss_fn(out, y):
-            return functional.gaussian_nll_loss(out, y, var, **options)
-
-        step = mt.train_step(model, loss_fn, optimizer, cache=None)
-        losses = []
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss = step(x, x) if ours else loss_fn(model(x), x)
-            if not ours:
-                loss.backward()
-                optimizer.step()
-            losses.append(loss.detach())
-        return [*losses, *model.parameters()]
-
-    assert all(map(torch.equal, trained(ours=True), trained(ours=False)))
+    check_planned(
+        lambda: trained(nn.Linear(6, 4), batches=of_numbers(), loss_fn=loss_fn)
+    )
 
 
 def test_a_negative_variance_raises_and_changes_nothing():
@@ -331,21 +316,14 @@ def test_distributions_check_their_arguments_in_the_step():
             )  # Dynamo may have turned off that they do so by themselves
             return noisy.rsample()
 
-    def trained(ours):
-        torch.manual_seed(0)
-        model, x = Mixed(4, 4), torch.rand(2, 4)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        step = mt.train_step(model, functional.mse_loss, optimizer, cache=None)
-        for _ in range(2):
-            if ours:
-                step((x, torch.ones(4)), x)
-                continue
-            optimizer.zero_grad()
-            functional.mse_loss(model(x, torch.ones(4)), x).backward()
-            optimizer.step()
-        if ours:
-            with pytest.raises(RuntimeError, match="distribution"):
-                step((x, -torch.ones(4)), x)
-        return list(model.parameters())
+    def build():
+        batches = [((x, torch.ones(6)), x) for x, _ in of_numbers()]
+        return trained(Mixed(6, 6), batches=batches, loss_fn=functional.mse_loss)
 
-    assert all(map(torch.equal, trained(ours=True), trained(ours=False)))
+    check_planned(build)
+    model, x = Mixed(6, 6), torch.rand(2, 6)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, functional.mse_loss, optimizer, cache=None)
+    step((x, torch.ones(6)), x)
+    with pytest.raises(RuntimeError, match="distribution"):
+        step((x, -torch.ones(6)), x)
