@@ -19,8 +19,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import mucudnn.torch as mt
-from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.errors import UnsupportedError
 from tests.torch_step_cases import Whole
+from tests.torch_steps import least_bytes
 
 pytestmark = [
     pytest.mark.torch,
@@ -233,14 +234,12 @@ def test_what_cannot_be_guarded_is_refused_within_a_budget(kind, reason):
 
 def test_a_counter_within_a_budget_is_captured_at_every_step():
     def step_from(model, optimizer):
-        with pytest.raises(PlanningError) as e:
-            mt.train_step(model, lambda out: out, optimizer, budget=2000)(
-                torch.ones(2, 4)
+        def within(budget):
+            return mt.train_step(
+                model, lambda out: out, optimizer, budget=budget, cache=None
             )
-        least = e.value.least_bytes
-        return mt.train_step(
-            model, lambda out: out, optimizer, budget=least, cache=None
-        )
+
+        return within(least_bytes(within(2000), torch.ones(2, 4)))
 
     wanted, _ = trained(Counting, eager_step)
     with pytest.warns(UserWarning, match=r"captured anew.*Counting\.count"):

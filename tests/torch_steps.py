@@ -1,10 +1,19 @@
 """Small PyTorch models with losses and batches, and what a call really allocates."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from bench.torch.peak import real_peak as real_peak
+from mucudnn.errors import PlanningError
+
+
+def least_bytes(call, *args):
+    """The least budget that works, as the refusal of a call names it."""
+    with pytest.raises(PlanningError) as refused:
+        call(*args)
+    return refused.value.least_bytes
 
 
 class Block(nn.Module):
