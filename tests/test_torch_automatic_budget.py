@@ -144,5 +144,3 @@ def test_compilation_is_the_last_resort(exact, monkeypatch):
 def test_bad_shares(budget):
     with pytest.raises(ValueError, match="above 0% and at most 100%"):
         planned(network(), budget=budget)
-    with pytest.raises(TypeError, match="exact must be"):
-        planned(network(), budget="50%", exact=1.5)

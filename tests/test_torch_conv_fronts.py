@@ -12,8 +12,6 @@ import mucudnn.torch as mt
 from mucudnn import AlgoPerf, ConvPlan, Tuner
 from mucudnn.errors import UnsupportedError
 from mucudnn.runtime.tuning.timing import Timing
-from mucudnn.torch.capture.step import capture_step
-from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.compile_backend import compile_graph
 from mucudnn.torch.conv import fronts as conv_fronts
 from mucudnn.torch.conv.backend import TORCH
@@ -21,10 +19,9 @@ from mucudnn.torch.conv.fronts import ConvolutionNode, with_plans
 from mucudnn.torch.conv.kernels import is_native
 from mucudnn.torch.costs.measure import evaluate
 from mucudnn.torch.costs.meters import CpuMeter
-from mucudnn.torch.plan_program import LoweredStep, PlanOptions
 from tests.torch_calls import tuner
 from tests.torch_marks import STEPS_RUN
-from tests.torch_steps import least_bytes, real_peak, train_eagerly
+from tests.torch_steps import least_bytes, planner_of, real_peak, train_eagerly
 
 pytestmark = STEPS_RUN
 
@@ -149,11 +146,7 @@ def test_what_native_kernels_do_not_fit_is_planned():
 
 def lowered_network(dtype=torch.float64, form=torch.contiguous_format):
     model, batch = network(dtype, form)
-    optimizer = sgd(model)
-    captured = capture_step(model, functional.cross_entropy, optimizer, batch)
-    return LoweredStep.of_captured(captured, StepParts.of(model, optimizer)).planner(
-        PlanOptions()
-    )
+    return planner_of(model, functional.cross_entropy, sgd(model), batch)[0]
 
 
 def test_fronts_have_what_is_really_allocated():

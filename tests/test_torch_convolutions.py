@@ -129,25 +129,6 @@ def test_derivatives(function, ours):
     assert ours.stats.backward.fell_back == before.backward.fell_back
 
 
-def test_vmap_and_gradients_a_sample(ours):
-    x, w, b = operands(requires_grad=False)
-    images = torch.randn(3, *x.shape, dtype=x.dtype)
-    expected = torch.stack([conv(image, w, b) for image in images])
-
-    def loss(w, image):
-        return conv(image[None], w, b).square().sum()
-
-    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
-    expected_grads = per_sample(w, x)
-    before = ours.stats.forward.ours
-    with ours:
-        torch.testing.assert_close(
-            torch.vmap(lambda i: conv(i, w, b))(images), expected
-        )
-        torch.testing.assert_close(per_sample(w, x), expected_grads)
-    assert ours.stats.forward.ours > before
-
-
 @pytest.mark.parametrize("native", [False, True])
 def test_what_looks_into_kernels_or_stands_around_them(native):
     context = mt.convolutions(tuner=tuner(native=native))

@@ -6,9 +6,10 @@ import time
 import pytest
 import torch
 
-from mucudnn.torch.costs import meters, meters as cuda_meter
+from mucudnn.torch.costs import measure, meters, meters as cuda_meter
 from mucudnn.torch.costs.meters import CpuMeter, CudaMeter, meter_of
 from mucudnn.torch.execution.copies import ThreadCopies
+from tests.torch_steps import build, planner_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 
@@ -225,15 +226,8 @@ def test_a_device_has_its_meter():
 
 
 def test_a_node_that_changes_a_tensor_is_timed_writing_into_it(monkeypatch):
-    from mucudnn.torch.capture.step import capture_step
-    from mucudnn.torch.capture.step_tensors import StepParts
-    from mucudnn.torch.costs import measure
-    from mucudnn.torch.plan_program import LoweredStep, PlanOptions
-    from tests.torch_steps import build
-
     model, loss_fn, batch = build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    captured = capture_step(model, loss_fn, optimizer, batch)
     timed = []
 
     class Meter(CpuMeter):
@@ -245,9 +239,7 @@ def test_a_node_that_changes_a_tensor_is_timed_writing_into_it(monkeypatch):
             return super().time_ms(call)
 
     monkeypatch.setattr(measure, "meter_of", lambda device: Meter())
-    planner = LoweredStep.of_captured(captured, StepParts.of(model, optimizer)).planner(
-        PlanOptions()
-    )
+    planner, _ = planner_of(model, loss_fn, optimizer, batch)
     calls, nodes = planner.lowered.calls, planner.lowered.graph.nodes
     into = {calls[n.name].into for n in nodes if n.mutates and n.outputs}
     assert into

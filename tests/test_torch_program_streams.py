@@ -11,7 +11,6 @@ import torch
 from mucudnn.errors import UnsupportedError
 from mucudnn.passes.planning.request import plan_residency
 from mucudnn.passes.residency import Residency, saved_tensors
-from mucudnn.torch.capture.step import capture_step
 from mucudnn.torch.capture.step_tensors import StepParts
 from mucudnn.torch.execution import cuda_copies, program
 from mucudnn.torch.execution.copies import ThreadCopies
@@ -19,9 +18,8 @@ from mucudnn.torch.execution.cuda_copies import StreamCopies
 from mucudnn.torch.execution.devices import copies_for, device_of
 from mucudnn.torch.execution.program import bind
 from mucudnn.torch.lowering.lowered import Layout
-from mucudnn.torch.plan_program import LoweredStep, PlanOptions
 from tests.cuda_streams import OrderingError, StandIn
-from tests.torch_steps import build
+from tests.torch_steps import build, planner_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
 
@@ -39,9 +37,7 @@ def offloading():
     torch.set_num_threads(1)
     model, loss_fn, batch = build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    parts = StepParts.of(model, optimizer)
-    captured = capture_step(model, loss_fn, optimizer, batch)
-    planner = LoweredStep.of_captured(captured, parts).planner(PlanOptions())
+    planner, _ = planner_of(model, loss_fn, optimizer, batch)
     graph = planner.lowered.graph
     leave = {saved.name: Residency.OFFLOAD for saved in saved_tensors(graph)}
     plan = plan_residency(planner.request().scheduled("on_demand"), leave)

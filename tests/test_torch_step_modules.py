@@ -1,6 +1,8 @@
 """Small modules of every kind: a planned step's bits are those of eager PyTorch."""
 
 import copy
+from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import mucudnn.torch as mt
+from mucudnn.ir.schedule import Alloc, Free
 from mucudnn.passes.planning.request import plan_residency
 from mucudnn.passes.residency import Residency, saved_tensors
 from mucudnn.torch.capture.fake_tensors import KernelResults
@@ -18,7 +21,8 @@ from mucudnn.torch.execution.program import bind
 from mucudnn.torch.plan_program import LoweredStep, PlanOptions
 from tests.torch_marks import STEPS_RUN
 from tests.torch_step_cases import CASES, QUICK, Whole
-from tests.torch_steps import real_peak, train_eagerly
+from tests.torch_steps import build, losses_of, planner_of, real_peak, train_eagerly
+from tests.torch_zoo import sgd
 
 pytestmark = [
     *STEPS_RUN,
@@ -127,16 +131,41 @@ def test_views_of_conjugates_are_such_when_they_are_back():
     model, optimizer, batch = of_ones_own()
     wanted = train_eagerly(model, functional.mse_loss, batch, optimizer, STEPS)
     model, optimizer, batch = of_ones_own()
-    captured = capture_step(model, functional.mse_loss, optimizer, batch)
-    parts = StepParts.of(model, optimizer)
-    planner = LoweredStep.of_captured(captured, parts).planner(PlanOptions())
+    planner, parts = planner_of(model, functional.mse_loss, optimizer, batch)
     layouts = planner.lowered.layouts.values()
     assert any(layout.conjugate or layout.negative for layout in layouts)
     saved = saved_tensors(planner.lowered.graph)
     leaving = {tensor.name: Residency.OFFLOAD for tensor in saved}
     plan = plan_residency(planner.request(), leaving)
-    segment = bind(planner.lowered, plan.schedule, ThreadCopies(reuse=True))
-    with torch.no_grad():
-        given = [*parts.tensors(), *batch]
-        losses = [segment.run(list(given))[0].item() for _ in range(STEPS)]
-    assert losses == wanted
+    assert losses_of(planner, plan.schedule, parts, batch, STEPS) == wanted
+
+
+def overwriting(schedule, result, operand):
+    """The same program with one result computed in the place of its operand."""
+    tensors = dict(schedule.graph.tensors)
+    tensors[result] = replace(tensors[result], alias=operand)
+    graph = replace(schedule.graph, tensors=MappingProxyType(tensors))
+    program = tuple(
+        step
+        for step in schedule.instructions
+        if not (isinstance(step, Alloc | Free) and step.tensor == result)
+    )
+    return replace(schedule, graph=graph, instructions=program)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_recomputation_reads_the_version_of_the_first_time(right):
+    model, loss_fn, batch = build("mlp")
+    losses = train_eagerly(model, loss_fn, batch, sgd(model), 2)
+    model, loss_fn, batch = build("mlp")
+    optimizer = sgd(model)
+    planner, parts = planner_of(model, loss_fn, optimizer, batch)
+    plan = plan_residency(planner.request(), {"gelu": Residency.RECOMPUTE})
+    again = [node for node in plan.schedule.graph.nodes if "gelu~" in node.name]
+    assert [node.inputs for node in again] == [("addmm",)]
+    schedule = plan.schedule
+    if not right:
+        schedule = overwriting(schedule, "gelu", "addmm")
+    found = losses_of(planner, schedule, parts, batch, 2)
+    assert found[0] == losses[0]  # nothing is read again before the first loss
+    assert (found[1] == losses[1]) == right

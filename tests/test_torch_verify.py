@@ -182,14 +182,6 @@ def test_rounding_is_allowed_where_steps_are_rounded(optimizer_of):
     assert len(set(losses)) == 3
 
 
-@pytest.mark.parametrize(
-    ("verify", "error"), [(True, TypeError), (1.0, TypeError), (-1, ValueError)]
-)
-def test_an_interval_is_a_number_of_steps(verify, error):
-    with pytest.raises(error, match="verify must be"):
-        Program(verify=verify)
-
-
 class Solving(nn.Module):
     def __init__(self):
         super().__init__()

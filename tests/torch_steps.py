@@ -7,6 +7,11 @@ from torch.nn import functional
 
 from bench.torch.peak import real_peak as real_peak
 from mucudnn.errors import PlanningError
+from mucudnn.torch.capture.step import capture_step
+from mucudnn.torch.capture.step_tensors import StepParts
+from mucudnn.torch.execution.copies import ThreadCopies
+from mucudnn.torch.execution.program import bind
+from mucudnn.torch.plan_program import LoweredStep, PlanOptions
 
 
 def least_bytes(call, *args):
@@ -14,6 +19,20 @@ def least_bytes(call, *args):
     with pytest.raises(PlanningError) as refused:
         call(*args)
     return refused.value.least_bytes
+
+
+def planner_of(model, loss_fn, optimizer, batch):
+    """What plans a captured step at measured costs, and the step's tensors."""
+    parts = StepParts.of(model, optimizer, loss_fn)
+    captured = capture_step(model, loss_fn, optimizer, batch)
+    return LoweredStep.of_captured(captured, parts).planner(PlanOptions()), parts
+
+
+def losses_of(planner, schedule, parts, batch, count):
+    """Losses of steps by the program of a schedule, run by itself."""
+    segment = bind(planner.lowered, schedule, ThreadCopies(reuse=True))
+    with torch.no_grad():
+        return [segment.run([*parts.tensors(), *batch])[0].item() for _ in range(count)]
 
 
 class Block(nn.Module):
