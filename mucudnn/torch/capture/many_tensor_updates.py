@@ -185,10 +185,11 @@ class _Member:
     in_place: bool
 
 
+@dataclass(frozen=True)
 class Merger:
     """Merges updates that are ready at the same time.
 
-    Args:
+    Attributes:
         calls: Call of each node; those of merged nodes are added.
         tensors: Every tensor; results that overwrite an operand become aliases.
         layouts: Layout of each tensor.
@@ -196,19 +197,11 @@ class Merger:
         results: Tensors that the step returns or stores.
     """
 
-    def __init__(
-        self,
-        calls: dict[str, Call],
-        tensors: dict[str, TensorSpec],
-        layouts: Mapping[str, Layout],
-        readers: Mapping[str, int],
-        results: frozenset[str],
-    ) -> None:
-        self._calls = calls
-        self._tensors = tensors
-        self._layouts = layouts
-        self._readers = readers
-        self._results = results
+    calls: dict[str, Call]
+    tensors: dict[str, TensorSpec]
+    layouts: Mapping[str, Layout]
+    readers: Mapping[str, int]
+    results: frozenset[str]
 
     def merged(
         self, nodes: Sequence[Node], before: Mapping[str, Sequence[Node]]
@@ -241,7 +234,7 @@ class Merger:
         return found
 
     def _member(self, node: Node) -> _Member:
-        call = self._calls[node.name]
+        call = self.calls[node.name]
         args, kwargs = named((call.args, dict(call.kwargs)), node.inputs)
         return _Member(node, args, kwargs, in_place=bool(node.mutates))
 
@@ -253,24 +246,24 @@ class Merger:
         (result,) = member.node.outputs
         if (
             first.name not in made
-            or self._tensors[first.name].alias is not None
-            or self._readers.get(first.name, 0) != 1
-            or first.name in self._results
-            or self._layouts[first.name] != self._layouts[result]
+            or self.tensors[first.name].alias is not None
+            or self.readers.get(first.name, 0) != 1
+            or first.name in self.results
+            or self.layouts[first.name] != self.layouts[result]
         ):
             return member
-        self._tensors[result] = replace(self._tensors[result], alias=first.name)
+        self.tensors[result] = replace(self.tensors[result], alias=first.name)
         node = replace(member.node, mutates=(first.name,))
         return replace(member, node=node, in_place=True)
 
     def _owner(self, name: str) -> str:
-        while (alias := self._tensors[name].alias) is not None:
+        while (alias := self.tensors[name].alias) is not None:
             name = alias
         return name
 
     def _key(self, member: _Member) -> Hashable:
         """Return what members of one call have in common; None if it stays alone."""
-        node, call = member.node, self._calls[member.node.name]
+        node, call = member.node, self.calls[member.node.name]
         if call.function in _IN_PLACE:
             kinds = tuple(
                 tuple(self._kind(t.name) for t in values) for values in member.args
@@ -280,8 +273,7 @@ class Merger:
         if name is None or not isinstance(member.args[0], Named):
             return None
         if len(node.outputs) > 1 or any(
-            self._tensors[n].alias is not None and not node.mutates
-            for n in node.outputs
+            self.tensors[n].alias is not None and not node.mutates for n in node.outputs
         ):
             return None
         # What is written has to be the first operand, as `torch._foreach_*_` writes it.
@@ -290,7 +282,7 @@ class Merger:
         if any(self._owner(name) != first for name in written):
             return None
         tensors = [a for a in member.args if isinstance(a, Named)]
-        shapes = {self._layouts[t.name].shape for t in tensors}
+        shapes = {self.layouts[t.name].shape for t in tensors}
         rest = tuple(
             self._kind(a.name) if isinstance(a, Named) else "number"
             for a in member.args
@@ -300,24 +292,24 @@ class Merger:
             return None
         if len(shapes) > 1:
             # One factor of all tensors, such as a clipped norm's.
-            if name not in ("mul", "div") or self._layouts[tensors[1].name].shape:
+            if name not in ("mul", "div") or self.layouts[tensors[1].name].shape:
                 return None
             rest += (tensors[1].name,)
         return name, rest, tuple(sorted(options.items(), key=str))
 
     def _kind(self, name: str) -> Hashable:
-        layout = self._layouts[name]
+        layout = self.layouts[name]
         return layout.dtype, layout.device
 
     def _joined(self, members: Sequence[_Member]) -> Node:
         """Return one node for several members; add its call."""
         nodes = [member.node for member in members]
-        first, call = nodes[0], self._calls[nodes[0].name]
+        first, call = nodes[0], self.calls[nodes[0].name]
         read = dict.fromkeys(name for node in nodes for name in node.inputs)
         inputs = {name: i for i, name in enumerate(read)}
         mutates = tuple(dict.fromkeys(n for node in nodes for n in node.mutates))
         join = _joined_fused if call.function in _IN_PLACE else self._joined_foreach
-        self._calls[first.name] = new = join(members, call, inputs)
+        self.calls[first.name] = new = join(members, call, inputs)
         op = "store" if mutates else str(new.function.__qualname__)
         outputs = tuple(name for node in nodes for name in node.outputs)
         ends = tuple(inputs), outputs
@@ -346,7 +338,7 @@ class Merger:
             args.append(scalars[0] if same else scalars)
         elif len(tensors) == 2:
             # The second operands may be one number in a tensor.
-            shapes = {self._layouts[column[0].name].shape for column in tensors}
+            shapes = {self.layouts[column[0].name].shape for column in tensors}
             if len(shapes) > 1:
                 kind, args[1] = "Tensor", args[1][0]
         in_place = members[0].in_place

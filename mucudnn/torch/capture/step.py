@@ -11,7 +11,7 @@ step count, are recorded as guards.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -157,10 +157,8 @@ def capture_step(
         check_optimizer(optimizer)
     watches_calls = False
     while True:
-        tracer = _Tracer(
-            *(root, loss_fn, optimizer, parts, given, settings, sharding),
-            watches_calls=watches_calls,
-        )
+        mine = loss_fn, optimizer, parts, given, settings, sharding, watches_calls
+        tracer = _Tracer(root, *mine)
         try:
             captured = _trace(tracer, values, size, results, keeps_effects, as_compiled)
         except UnsoundCaptureError:
@@ -280,54 +278,47 @@ def _check_trained(
             )
 
 
+@dataclass(eq=False)
 class _Tracer:
     """The step as a function of its tensors; records the nodes of its phases."""
 
-    def __init__(
-        self,
-        root: torch.nn.Module,
-        loss_fn: Callable[..., Any],
-        optimizer: torch.optim.Optimizer,
-        parts: StepParts,
-        batch: Batch,
-        settings: StepSettings,
-        sharding: Sharding | None,
-        *,
-        watches_calls: bool,
-    ) -> None:
-        self.root = root
-        self.optimizer = optimizer
-        self.sharding = sharding
-        self.shapes: KnownShapes  # of the trace
-        self.gathers: frozenset[str] = frozenset()
-        self.sums: set[str] = set()
-        self.parts = parts
-        self.batch = batch
-        self._loss_fn = loss_fn
-        self.settings = settings
-        self.averages = CountedAverages(root)
+    root: torch.nn.Module
+    loss_fn: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    parts: StepParts
+    batch: Batch
+    settings: StepSettings
+    sharding: Sharding | None
+    watches_calls: bool
+    shapes: KnownShapes = field(init=False)  # of the trace
+    gathers: frozenset[str] = frozenset()
+    sums: set[str] = field(default_factory=set)
+    forward: set[str] = field(default_factory=set)
+    backward: set[str] = field(default_factory=set)
+    extras: Any = None
+    stored: Sequence[int] = ()
+    effects: Sequence[Effect] = ()
+    made: Mapping[StateKey, torch.Tensor] = field(default_factory=dict)
+    # Gradients by parameter if the update is not recorded; with a scaler the last one,
+    # of empty name, is whether some entry is not finite.
+    left: dict[str, torch.Tensor] = field(default_factory=dict)
+    found: Any = None
+
+    def __post_init__(self) -> None:
+        self.averages = CountedAverages(self.root)
         self._casts_once = torch.is_autocast_cache_enabled()
-        roots: dict[str, Any] = {"the loss function": loss_fn}
-        if settings.recorded:
-            roots["the optimizer"] = optimizer
+        roots: dict[str, Any] = {"the loss function": self.loss_fn}
+        if self.settings.recorded:
+            roots["the optimizer"] = self.optimizer
+        parts = self.parts
         self.recorder = ReadRecorder(
-            [module for module in root.modules() if module is not root],
+            [module for module in self.root.modules() if module is not self.root],
             roots,
             parts.parameters,
-            [*parts.parameters.values(), *parts.buffers.values(), *batch.tensors],
-            settings.floats,
-            watches_calls=watches_calls,
+            (*parts.parameters.values(), *parts.buffers.values(), *self.batch.tensors),
+            self.settings.floats,
+            watches_calls=self.watches_calls,
         )
-        self.forward: set[str] = set()
-        self.backward: set[str] = set()
-        self.extras: Any = None
-        self.stored: Sequence[int] = ()
-        self.effects: Sequence[Effect] = ()
-        self.made: Mapping[StateKey, torch.Tensor] = {}
-        # Gradients by parameter if the update is not recorded; with a scaler the last
-        # one, of empty name, is whether some entry is not finite.
-        self.left: dict[str, torch.Tensor] = {}
-        self._found: Any = None
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
         # Tracing disables autocast's cache, so a parameter would be cast at every use,
@@ -403,7 +394,7 @@ class _Tracer:
         functions.stand_ins = {}
         self.effects = self.recorder.effects()
         self.recorder.check_effects(self.effects, leaves.values())
-        beside = self._found, [effect.after for effect in self.effects]
+        beside = self.found, [effect.after for effect in self.effects]
         # The ranks of a sharded step have parts of these only.
         own_tensors = (
             (*leaves.values(), *buffers.values()) if self.sharding is None else ()
@@ -477,14 +468,14 @@ class _Tracer:
             before = _names_now()
         if any(found is not None for found in extras):
             several = self.settings.accumulate > 1
-            self._found = tuple(extras) if several else extras[0]
+            self.found = tuple(extras) if several else extras[0]
         return total, gradients
 
     def _loss(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         torch.clear_autocast_cache()
         args, kwargs = self.batch.arguments(tensors)
         containers = list(containers_in(args))
-        result = self._loss_fn(called(self.root.model, args, kwargs), *args[1:])
+        result = self.loss_fn(called(self.root.model, args, kwargs), *args[1:])
         for container, before in containers:
             if not is_same(contents_of(container), before):
                 raise UnsoundCaptureError(
