@@ -1,4 +1,4 @@
-"""Steps of PyTorch's that leave to several memories: same bits, clear errors."""
+"""Steps of PyTorch's that leave to one or several memories: same bits, clear errors."""
 
 import copy
 import errno
@@ -18,6 +18,7 @@ from mucudnn.runtime.executor.tiers import parse_tiers
 from mucudnn.torch import CompileBackend, TrainStep
 from mucudnn.torch.costs.measure import measured
 from mucudnn.torch.execution.bound_step import is_outside_allocator
+from mucudnn.torch.execution.copies import ThreadCopies
 from mucudnn.torch.execution.tiers import StepTiers, TierCopies
 from mucudnn.torch.plan_program import PlanOptions
 from mucudnn.torch.plan_store import PlanStore, open_plans
@@ -72,16 +73,27 @@ class Step:
         self.arenas = targets and targets._arenas
 
     def losses(self, count=3):
+        torch.manual_seed(1)
         return [self.run(*self.batch).item() for _ in range(count)]
 
     def eager(self, count=3):
         """Of as many steps that begin where this one does."""
+        return self.eager_outcome(count)[0]
+
+    def eager_outcome(self, count=3):
+        """The losses of such steps, and their tensors."""
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
-        return train_eagerly(model, self.loss_fn, self.batch, optimizer, count)
+        torch.manual_seed(1)
+        losses = train_eagerly(model, self.loss_fn, self.batch, optimizer, count)
+        return losses, tensors_of(model, optimizer)
 
     def tensors(self):
-        state = (t for s in self.optimizer.state.values() for t in s.values())
-        return [*self.model.parameters(), *self.model.buffers(), *state]
+        return tensors_of(self.model, self.optimizer)
+
+
+def tensors_of(model, optimizer):
+    state = (t for s in optimizer.state.values() for t in s.values())
+    return [*model.parameters(), *model.buffers(), *state]
 
 
 def least(name="mlp", **options):
@@ -93,29 +105,69 @@ def used(plan):
     return plan.plan.prediction.placement.used
 
 
+def check_kept(step, budget):
+    """Steps are eager ones, and what they have on the device keeps the budget."""
+    parameters = list(step.model.parameters())
+    plan = step.run.prepare(*step.batch)
+    wanted, state = step.eager_outcome()
+    assert step.losses() == wanted
+    found = step.tensors()
+    assert all(map(torch.equal, found, state))
+    assert all(a is b for a, b in zip(step.model.parameters(), parameters, strict=True))
+    away = plan.plan.schedule.hosted
+    assert sum(map(is_outside_allocator, found)) >= len(away)
+    inside = (t for t in found if not is_outside_allocator(t))
+    here = sum(t.untyped_storage().nbytes() for t in inside)
+    beyond = real_peak(lambda: step.run(*step.batch))
+    assert here <= plan.resident_bytes
+    assert here + beyond <= plan.peak_bytes <= budget
+    return plan
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_state_that_lives_on_the_host(name, share):
+    lowest, resident = least(name, offload_state=True), least(name)
+    assert lowest < resident
+    budget = lowest + round(share * (resident - lowest))
+    plan = check_kept(Step(budget, (), name, offload_state=True), budget)
+    assert plan.plan.schedule.hosted
+
+
 @needs_segments
 @pytest.mark.parametrize("offload_state", [False, True])
 def test_a_step_leaves_to_three_memories(tmp_path, offload_state):
     budget = least(offload_state=offload_state)
     tiers = ["host=132KiB@4GiB", "peer:1=132KiB@2GiB", f"disk:{tmp_path}@1GiB"]
-    step = Step(budget, tiers, offload_state=offload_state)
-    plan = step.run.prepare(*step.batch)
+    plan = check_kept(Step(budget, tiers, offload_state=offload_state), budget)
     assert min(used(plan)) > 0
     assert used(plan)[0] <= 132 << 10
     assert "peer:1 (128.0 KiB)" in str(plan)
-    wanted = step.eager()
-    assert step.losses() == wanted
-    away = plan.plan.schedule.hosted
-    assert bool(away) == offload_state
-    assert sum(map(is_outside_allocator, step.tensors())) >= len(away)
-    here = sum(
-        t.untyped_storage().nbytes()
-        for t in step.tensors()
-        if not is_outside_allocator(t)
-    )
-    beyond = real_peak(lambda: step.run(*step.batch))
-    assert here + beyond <= plan.peak_bytes <= budget
+    assert bool(plan.plan.schedule.hosted) == offload_state
     assert not list(tmp_path.iterdir())
+
+
+def test_what_lives_on_the_host_is_read_saved_and_loaded_as_ever():
+    step = Step(least(offload_state=True), (), offload_state=True)
+    wanted, (x, y) = step.eager(5), step.batch
+    assert step.losses(2) == wanted[:2]
+    parts = step.model, step.optimizer
+    saved = copy.deepcopy([part.state_dict() for part in parts])
+    with torch.no_grad():
+        assert step.loss_fn(step.model(x), y).item() == wanted[2]
+    step.losses(1)
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
+    assert step.losses(3) == wanted[2:]
+    hosted = len(step.run.plan.plan.schedule.hosted)
+    assert sum(map(is_outside_allocator, step.tensors())) == hosted
+
+
+def test_a_copy_home_that_is_left_out_is_noticed(monkeypatch):
+    step = Step(least(offload_state=True), (), offload_state=True)
+    wanted = step.eager()
+    monkeypatch.setattr(ThreadCopies, "write_back", lambda *_: None)
+    assert step.losses() != wanted
 
 
 @needs_segments
