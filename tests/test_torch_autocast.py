@@ -1,6 +1,6 @@
 """Models under autocast: kernels that return other types than PyTorch's graphs say."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mucudnn.torch as mt
-from tests.torch_steps import Block, least_bytes
+from tests.torch_steps import Block, least_bytes, train_eagerly
 
 pytestmark = pytest.mark.torch
 
@@ -97,27 +97,15 @@ def built(name):
     torch.manual_seed(0)
     model, x, y = MODELS[name]()
     model = Cast(model)
-    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), x, y
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), (x, y)
 
 
-def trained(model, optimizer, step, x, y, steps=3):
-    """Losses, and all that the model has become."""
+def by_hand(name, compiled=lambda model: model):
+    """Losses and the model of a loop of PyTorch's."""
+    model, optimizer, batch = built(name)
     torch.manual_seed(1)
-    losses = [step(model, optimizer, x, y).item() for _ in range(steps)]
-    return losses, copy.deepcopy(model.state_dict())
-
-
-def by_hand(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loss = loss_of(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def eager(name):
-    model, optimizer, x, y = built(name)
-    return trained(model, optimizer, by_hand, x, y)
+    losses = train_eagerly(compiled(model), loss_of, batch, optimizer, 3)
+    return losses, model.state_dict()
 
 
 def same(one, other):
@@ -128,14 +116,16 @@ def same(one, other):
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_under_autocast_are_eager_ones_within_a_budget(name, tmp_path):
-    model, optimizer, x, y = built(name)
+    model, optimizer, batch = built(name)
 
     def step_of(budget):
         return mt.train_step(model, loss_of, optimizer, budget=budget, cache=tmp_path)
 
-    most = step_of(None).prepare(x, y).peak_bytes
-    step = step_of((most + least_bytes(step_of(0).prepare, x, y)) // 2)
-    same(trained(model, optimizer, lambda *a: step(*a[2:]), x, y), eager(name))
+    most = step_of(None).prepare(*batch).peak_bytes
+    step = step_of((most + least_bytes(step_of(0).prepare, *batch)) // 2)
+    torch.manual_seed(1)
+    losses = [step(*batch).item() for _ in range(3)]
+    same((losses, model.state_dict()), by_hand(name))
 
 
 @pytest.mark.parametrize("name", ["convolutions", "unet", "transformer"])
@@ -145,18 +135,12 @@ def test_compiled_models_under_autocast_are_eager_ones(name, tmp_path):
     They cast what is used twice two times, and multiply dropped gradients in float32.
     """
     torch._dynamo.reset()
-    model, optimizer, x, y = built(name)
-    compiled = torch.compile(model, backend=mt.backend(cache=tmp_path))
-
-    def step(model, optimizer, x, y):
-        del model
-        return by_hand(compiled, optimizer, x, y)
-
-    same(trained(model, optimizer, step, x, y), eager(name))
+    backend = mt.backend(cache=tmp_path)
+    same(by_hand(name, partial(torch.compile, backend=backend)), by_hand(name))
 
 
 def test_a_study_knows_what_kernels_return():
-    model, optimizer, x, y = built("unet")
-    study = mt.memory(model, loss_of, (x, y), optimizer, device="cpu")
+    model, optimizer, batch = built("unet")
+    study = mt.memory(model, loss_of, batch, optimizer, device="cpu")
     step = mt.train_step(model, loss_of, optimizer, cache=None)
-    assert study.unlimited_bytes == step.prepare(x, y).peak_bytes
+    assert study.unlimited_bytes == step.prepare(*batch).peak_bytes

@@ -14,6 +14,7 @@ from mucudnn.studies.memory import study_memory
 from mucudnn.torch import TrainStep
 from mucudnn.torch.costs.measure import estimated
 from mucudnn.torch.plan_program import PlanOptions
+from tests.torch_own_updates import OPTIMIZERS, built
 from tests.torch_steps import build, least_bytes
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*profiling.*")]
@@ -26,6 +27,10 @@ def adamw(model):
 
 
 def study_of(name, **options):
+    """A study of a model, or of an optimizer that updates eagerly."""
+    if name in OPTIMIZERS:
+        model, optimizer, batch = built(OPTIMIZERS[name], 2048)
+        return mt.memory(model, functional.mse_loss, batch, optimizer, **options)
     model, loss_fn, batch = build(name)
     return mt.memory(model, loss_fn, batch, adamw(model), **options)
 
@@ -65,7 +70,9 @@ def test_measured_here_it_is_train_steps_budget():
         step(*batch)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "gpt", "adafactor", "counting_in_state", "lbfgs"]
+)
 def test_models_without_data_need_as_much(name):
     wanted = study_of(name)
     with torch.device("meta"):
@@ -132,8 +139,9 @@ def test_less_memory_costs_no_less_time():
     assert len(text.splitlines()) == 1 + len(budgets)
 
 
-def test_techniques_are_compared_on_it():
-    study = study_of("mlp")
+@pytest.mark.parametrize("name", ["mlp", "adafactor", "lbfgs"])
+def test_techniques_are_compared_on_it(name):
+    study = study_of(name)
     found = study_memory(
         study.described(),
         policies=("keep_all", "planned"),
@@ -145,17 +153,19 @@ def test_techniques_are_compared_on_it():
     kept, ours = found.techniques
     assert not kept.fits
     assert ours.peak_bytes <= study.least_budget
-    assert found.parameters == 64 * 256 + 256 * 256 + 256 * 10 + 522
+    if name == "mlp":
+        assert found.parameters == 64 * 256 + 256 * 256 + 256 * 10 + 522
     with pytest.raises(ValueError, match="has its own costs"):
         study_memory(study.described(), device="cpu")
 
 
-def test_a_report_and_a_notebooks_cell():
-    study = study_of("mlp")
+@pytest.mark.parametrize(("name", "word"), [("mlp", "AdamW"), ("lbfgs", "LBFGS")])
+def test_a_report_and_a_notebooks_cell(name, word):
+    study = study_of(name)
     page = study.report("1.6MiB")
     assert page.startswith("<!DOCTYPE html>")
     assert "1.6 MiB" in page
-    assert "AdamW" in page
+    assert word in page
     assert len(re.findall("<svg", page)) >= 3
     cell = study._repr_html_()
     assert cell.startswith("<div")

@@ -7,7 +7,6 @@ from torch.nn import functional
 
 import mucudnn.torch as mt
 from mucudnn.errors import PlanningError, UnsupportedError
-from mucudnn.studies.memory import study_memory
 from mucudnn.torch.optimizer_update import state_bytes
 from tests.torch_marks import STEPS_RUN
 from tests.torch_own_updates import (
@@ -126,15 +125,6 @@ def test_nothing_is_done_to_model_and_optimizer():
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["adafactor", "counting_in_state", "lbfgs"])
-def test_parameters_without_data_need_as_much(name):
-    wanted = studied(OPTIMIZERS[name])
-    with torch.device("meta"):
-        found = studied(OPTIMIZERS[name])
-    assert found.unlimited_bytes == wanted.unlimited_bytes
-    assert found.least_budget == wanted.least_budget
-
-
 def test_a_trained_optimizer_has_its_state_counted():
     model, optimizer, (x, y) = built(OPTIMIZERS["by_values"])
     functional.mse_loss(model(x), y).backward()
@@ -164,20 +154,6 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert promised(optimizer_of, budget, most).peak_bytes <= budget
     with pytest.raises(PlanningError):
         promised(optimizer_of, budget, most + 1)
-
-
-@pytest.mark.parametrize("name", ["adafactor", "lbfgs"])
-def test_techniques_are_compared_with_the_update_behind(name):
-    study = studied(OPTIMIZERS[name])
-    found = study_memory(
-        study.described(),
-        policies=("keep_all", "planned"),
-        budget=study.least_budget,
-        min_budget=True,
-    )
-    assert found.minimum == study.least_budget
-    assert found.min_budget["keep_all"] == study.unlimited_bytes
-    assert "<svg" in study.report()
 
 
 def test_what_cannot_be_measured_is_refused():
