@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: F401  (in a row)
 
 import mucudnn.torch as mt
 from mucudnn.errors import PlanningError
-from tests.torch_backends import WithLoss, backwards, check_against_eager, one_backward
+from tests.torch_backends import WithLoss, check_against_eager
 from tests.torch_marks import COMPILED
 from tests.torch_programs import rows_of
 from tests.torch_steps import build, least_bytes
@@ -81,11 +81,9 @@ def build():
 """Of what a model `m` with two layers gives for its batch."""
 
 CASES = {
-    name: (build, not words)
-    for name, build, words in rows_of(
+    name: build
+    for name, build, _ in rows_of(
         """
-two losses
-    | y = m.second(m.hidden(x)); (y.square().mean(), y.abs().mean()) | | backwards
 inputs that need gradients
     | m.second(m.hidden(x) * other).square().mean() | inputs=2, needs=True
 frozen parameters | m.second(m.hidden(x)).square().mean() | change=freeze
@@ -116,63 +114,74 @@ def by_autocast(model, x):
         return model.second(model.hidden(x))
 
 
-def run_all(call, *batch):
-    return backwards(*call(*batch))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_has_the_bits_of_eager_mode(name):
-    build, one_loss = CASES[name]
-    run = one_backward if one_loss else run_all
-    check_against_eager(build(), run, measured=one_loss)
+    check_against_eager(CASES[name]())
 
 
-def test_several_results_of_which_one_needs_no_gradient():
-    def forward(self, x):
-        y = self.second(self.hidden(x))
-        return y.argmax(1), y.detach() * 3, y.tanh(), y.sigmoid()
-
+RUN = """
+def build():
+    def forward(m, x):
+        {result}
     def run(call, x):
-        chosen, scaled, left, right = call(x)
-        assert not chosen.requires_grad
-        assert not scaled.requires_grad
-        (left.sum() + right.square().sum()).backward()
-        return chosen, scaled, left, right
+        {run}
+    return maker(forward), run
+"""
+"""Of a model's results, and of what is done with them."""
 
-    check_against_eager(maker(forward), run, measured=False)
+RUNS = {
+    name: build
+    for name, build, _ in rows_of(
+        """
+two losses
+    | y = m.second(m.hidden(x)); (y.square().mean(), y.abs().mean())
+    | first, second = call(x); first.backward(retain_graph=True); second.backward()
+    ; (first, second)
+one backward pass of two losses
+    | y = m.second(m.hidden(x)); (y.square().mean(), y.abs().mean())
+    | first, second = call(x); (first + second).backward(); (first, second)
+one of two losses
+    | y = m.second(m.hidden(x)); (y.square().mean(), y.abs().mean())
+    | first, second = call(x); second.backward(); (first, second)
+results of which some need no gradient
+    | y = m.second(m.hidden(x)); (y.argmax(1), y.detach() * 3, y.tanh(), y.sigmoid())
+    | chosen, scaled, left, right = call(x)
+    ; assert not chosen.requires_grad and not scaled.requires_grad
+    ; (left.sum() + right.square().sum()).backward(); (chosen, scaled, left, right)
+views that are returned
+    | y = m.second(m.hidden(x)); (y.view(32, -1), y[:8].t(), x.view(32, -1))
+    | wide, some, given = call(x)
+    ; assert memory_of(given) == memory_of(x) != memory_of(some) == memory_of(wide)
+    ; (wide.square().mean() + some.sum()).backward(); (wide, some, given)
+gradients of several backward passes
+    | m.second(functional.dropout(m.hidden(x))).square().mean()
+    | losses = [call(x * k) for k in (1, 2, 3)]
+    ; [losses[k].backward() for k in (1, 2, 0)]; losses
+results that the backward pass reads
+    | y = m.hidden(x); z = functional.gelu(m.second(y))
+    ; (y, z.exp(), z.tanh().square().mean())
+    | hidden, grown, loss = call(x); held = hidden.clone(), grown.clone()
+    ; loss.backward(); (hidden, grown, loss, *held)
+results that nothing reads are changed
+    | y = m.second(m.hidden(x)); (y.square().mean(), y * 3)
+    | loss, scaled = call(x); scaled.detach().zero_(); loss.detach().div_(2)
+    ; loss.backward(); (loss, scaled)
+""",
+        globals(),
+        RUN,
+        "result run",
+    )
+}
 
 
-def the_sum(call, x):
-    first, second = call(x)
-    (first + second).backward()
-    return first, second
+def memory_of(tensor):
+    return tensor.untyped_storage().data_ptr()
 
 
-def one_of_two(call, x):
-    first, second = call(x)
-    second.backward()
-    return first, second
-
-
-@pytest.mark.parametrize("run", [the_sum, one_of_two])
-def test_one_backward_pass_of_two_losses(run):
-    build, _ = CASES["two losses"]
-    check_against_eager(build(), run, measured=False)
-
-
-def test_views_that_are_returned():
-    def forward(self, x):
-        y = self.second(self.hidden(x))
-        return y.view(32, -1), y[:8].t(), x.view(32, -1)
-
-    def run(call, x):
-        wide, some, given = call(x)
-        assert given.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        assert wide.untyped_storage().data_ptr() == some.untyped_storage().data_ptr()
-        (wide.square().mean() + some.sum()).backward()
-        return wide, some, given
-
-    check_against_eager(maker(forward), run, measured=False)
+@pytest.mark.filterwarnings("ignore:saved tensors of")
+@pytest.mark.parametrize("name", RUNS)
+def test_results_of_a_model_are_those_of_eager_mode(name):
+    check_against_eager(*RUNS[name](), measured=False)
 
 
 def test_autocast_around():
@@ -186,50 +195,6 @@ def test_autocast_around():
         return [loss]
 
     check_against_eager(maker(plain), run)
-
-
-@pytest.mark.filterwarnings("ignore:saved tensors of")
-def test_gradients_of_several_backward_passes_add_up():
-    def forward(self, x):
-        return self.second(functional.dropout(self.hidden(x))).square().mean()
-
-    def run(call, x):
-        losses = [call(x * k) for k in (1, 2, 3)]
-        for k in (1, 2, 0):
-            losses[k].backward()
-        return losses
-
-    check_against_eager(maker(forward), run, measured=False)
-
-
-def test_results_that_the_backward_pass_reads_stay_with_the_caller():
-    def forward(self, x):
-        y = self.hidden(x)
-        z = functional.gelu(self.second(y))
-        return y, z.exp(), z.tanh().square().mean()
-
-    def run(call, x):
-        hidden, grown, loss = call(x)
-        held = hidden.clone(), grown.clone()
-        loss.backward()
-        return hidden, grown, loss, *held
-
-    check_against_eager(maker(forward), run, measured=False)
-
-
-def test_results_that_nothing_reads_may_be_changed():
-    def forward(self, x):
-        y = self.second(self.hidden(x))
-        return y.square().mean(), y * 3
-
-    def run(call, x):
-        loss, scaled = call(x)
-        scaled.detach().zero_()
-        loss.detach().div_(2)
-        loss.backward()
-        return loss, scaled
-
-    check_against_eager(maker(forward), run, measured=False)
 
 
 def test_new_values_of_buffers_go_when_they_are_written_back():

@@ -47,14 +47,6 @@ def differing(found, wanted):
     ]
 
 
-def backwards(*results):
-    """A backward pass of all that can have one; the results."""
-    for result in results:
-        if result.requires_grad:
-            result.sum().backward(retain_graph=result is not results[-1])
-    return results
-
-
 def one_backward(call, *batch):
     """The usual step, whose one result is the loss."""
     loss = call(*batch)
