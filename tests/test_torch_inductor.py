@@ -204,24 +204,45 @@ def trained(model, step):
     return Trained(losses, state, step)
 
 
-def compiled(made, optimizer_of, backend=None):
-    """Train by `torch.compile`: with its loss, or the model by a backend."""
-    model, loss_fn, (x, y) = made()
-    optimizer = optimizer_of(model)
-    loss_of = torch.compile(lambda x, y: loss_fn(model(x), y), fullgraph=True)
-    if backend is not None:
-        forward = torch.compile(model, backend=backend, fullgraph=True)
-        loss_of = lambda x, y: loss_fn(forward(x), y)  # noqa: E731
+def compiled_loop(
+    model, loss_of, batch, optimizer, *, parts=1, clip=None, scaler=None, cast=False
+):
+    """A step by hand, of a compiled loss of the batch, in parts or scaled."""
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
 
     def step():
         optimizer.zero_grad()
-        loss = loss_of(x, y)
-        loss.backward()
+        total = 0
+        for part in zip(*(tensor.chunk(parts) for tensor in batch), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                loss = loss_of(*part)
+            loss = loss / parts if parts > 1 else loss
+            scaler.scale(loss).backward()
+            total = total + loss.detach()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         with rounded_roots():
-            optimizer.step()
-        return loss
+            scaler.step(optimizer)
+        scaler.update()
+        return total
 
-    return trained(model, step)
+    return step
+
+
+def whole_loss(model, loss_fn):
+    return torch.compile(lambda x, y: loss_fn(model(x), y), fullgraph=True)
+
+
+def compiled(made, optimizer_of, backend=None, **options):
+    """Train by `torch.compile`: with its loss, or the model by a backend."""
+    model, loss_fn, batch = made()
+    if backend is None:
+        loss_of = whole_loss(model, loss_fn)
+    else:
+        forward = torch.compile(model, backend=backend, fullgraph=True)
+        loss_of = lambda x, y: loss_fn(forward(x), y)  # noqa: E731
+    optimizer = optimizer_of(model)
+    return trained(model, compiled_loop(model, loss_of, batch, optimizer, **options))
 
 
 def planned(made, optimizer_of, budget=None, **options):
@@ -431,21 +452,7 @@ def test_what_inductor_cannot_trace_runs_operation_by_operation():
 
 
 def test_accumulated_gradients_are_those_of_a_loop_over_a_compiled_model():
-    model, loss_fn, (x, y) = noisy()
-    optimizer = sgd(model)
-    loss_of = torch.compile(lambda x, y: loss_fn(model(x), y), fullgraph=True)
-
-    def step():
-        optimizer.zero_grad()
-        total = 0
-        for part in zip(x.chunk(2), y.chunk(2), strict=True):
-            loss = loss_of(*part) / 2
-            loss.backward()
-            total = total + loss.detach()
-        optimizer.step()
-        return total
-
-    expected = trained(model, step)
+    expected = compiled(noisy, sgd, parts=2)
     free, free_step = planned(noisy, sgd, accumulate=2)
     budget = int(0.9 * free_step.plan.peak_bytes)
     found, tight_step = planned(noisy, sgd, budget, accumulate=2)
@@ -464,40 +471,28 @@ def test_clipping_scaling_casts_and_own_updates_are_those_of_a_compiled_loop(kin
             return torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2)
         return torch.optim.Adam(model.parameters(), 1e-2)
 
-    def run(step):
-        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-            return step()
+    def by_closure():
+        model, loss_fn, batch = mlp()
+        optimizer, loss_of = optimizer_of(model), whole_loss(model, loss_fn)
 
-    model, loss_fn, (x, y) = mlp()
-    optimizer = optimizer_of(model)
-    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler")
-    loss_of = torch.compile(lambda x, y: loss_fn(model(x), y), fullgraph=True)
+        def passes():
+            optimizer.zero_grad()
+            loss = loss_of(*batch)
+            loss.backward()
+            return loss
 
-    def passes():
-        optimizer.zero_grad()
-        loss = run(lambda: loss_of(x, y))
-        scaler.scale(loss).backward()
-        return loss
+        return trained(model, lambda: optimizer.step(passes))
 
-    def step():
-        if kind == "lbfgs":
-            return optimizer.step(passes)
-        loss = passes()
-        if kind == "clip":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        with rounded_roots():
-            scaler.step(optimizer)
-        scaler.update()
-        return loss
-
-    expected = trained(model, step)
-    model, loss_fn, batch = mlp()
-    scaler = torch.amp.GradScaler("cpu")
-    options = {"clip": {"clip_norm": 0.5}, "scaler": {"scaler": scaler}}.get(kind, {})
-    step = mt.train_step(
-        model, loss_fn, optimizer_of(model), cache=None, inductor=True, **options
-    )
-    found = trained(model, lambda: run(lambda: step(*batch)))
+    scalers = [torch.amp.GradScaler("cpu", enabled=kind == "scaler") for _ in range(2)]
+    clip, cast = 0.5 if kind == "clip" else None, kind == "autocast"
+    if kind == "lbfgs":
+        expected = by_closure()
+    else:
+        options = {"clip": clip, "scaler": scalers[0], "cast": cast}
+        expected = compiled(mlp, optimizer_of, **options)
+    options = {"clip_norm": clip, "scaler": scalers[1]}
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        found, step = planned(mlp, optimizer_of, **options)
     assert step.plan.kernels
     assert found.losses == expected.losses
     assert all(map(torch.equal, found.state, expected.state))

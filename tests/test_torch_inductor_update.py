@@ -18,9 +18,10 @@ import mucudnn.torch as mt  # noqa: E402
 from tests.test_torch_inductor import (  # noqa: E402, F401
     FxGraphCache,
     compilations,
+    compiled_loop,
     one_thread_and_a_folder_of_its_own,
     pytestmark as marks,
-    rounded_roots,
+    whole_loss,
 )
 from tests.torch_steps import least_bytes, real_peak  # noqa: E402
 
@@ -126,21 +127,13 @@ def same(one, other):
 
 def eager_update(model, batch, optimizer, clip=None, scheduler=None, steps=STEPS):
     """A loop over a compiled loss, with the optimizer's own operations."""
-    loss_fn = torch.compile(lambda x, y: loss_of(model(x), y), fullgraph=True)
-
-    def step():
-        optimizer.zero_grad()
-        loss = loss_fn(*batch)
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        with rounded_roots():
-            optimizer.step()
+    loss = whole_loss(model, loss_of)
+    step, losses = compiled_loop(model, loss, batch, optimizer, clip=clip), []
+    for _ in range(steps):
+        losses.append(step().item())
         if scheduler is not None:
             scheduler.step()
-        return loss.item()
-
-    return [step() for _ in range(steps)]
+    return losses
 
 
 @pytest.mark.parametrize(
