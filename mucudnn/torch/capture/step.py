@@ -325,13 +325,11 @@ class _Tracer:
         # and gradients summed behind the casts back. Tracing restores the flag itself.
         torch.set_autocast_cache_enabled(self._casts_once)
         functions = StepFunctions(self.averages, self.recorder, self.shapes)
-        with (
-            FunctionalTensorMode(),
-            RefusedOperations(self.recorder, self.shapes),
-            functions,
-        ):
-            mine = [to_fun(tensor) for tensor in flat]
-            results = self._step(mine, functions)
+        refused = RefusedOperations(self.recorder, self.shapes)
+        with FunctionalTensorMode():
+            with refused, functions:
+                mine = [to_fun(tensor) for tensor in flat]
+                results = self._step(mine, functions)
             for tensor in mine:
                 torch._sync(tensor)
             return [from_fun(value) for value in (*results, *mine)]
