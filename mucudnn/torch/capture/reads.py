@@ -1005,7 +1005,8 @@ class ReadRecorder:
         """Note what `super()` may find in a class's bases that are of a library."""
         for base in cls.__mro__[1:-1]:
             if base not in self._users:
-                for name in (self._vars_of(base).keys() & texts) - _NOTING:
+                replaced = _NOTING | _TRACED if base is nn.Module else _NOTING
+                for name in (self._vars_of(base).keys() & texts) - replaced:
                     self._note(Kind.CLASS, base, name, f"{base.__name__}.{name}")
 
     def _imported(
@@ -1136,6 +1137,9 @@ def _key_of(kind: Kind, holder: Any, key: Any) -> Any:
 
 _NOTING = frozenset({"__getattribute__", "__setattr__", "__delattr__", "__init__"})
 """Methods of classes that the recorder replaces while a step is captured."""
+
+_TRACED = frozenset({"__call__", "__getattr__"})
+"""Methods of `nn.Module` that PyTorch's tracer replaces."""
 
 _COPYING = frozenset({"__reduce__", "__reduce_ex__", "__getstate__"})
 """Methods that return everything an object holds."""
