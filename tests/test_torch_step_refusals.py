@@ -53,6 +53,11 @@ def decided(s, x):
     return y.sum()
 
 
+def converted(s, x):
+    y = s.m[0](x).sum()
+    return y * float(y.detach())  # LINE
+
+
 def by_chance(s, x):
     y = s.m[0](x)
     if torch.rand(()) < 0.5:  # LINE
@@ -116,6 +121,7 @@ AT_LINES = {
     selected: r"aten\.masked_select.*torch\.where",
     indexed: r"aten\.index\.Tensor.*torch\.where",
     decided: r"branches on the value of a tensor.*torch\.where",
+    converted: r"branches on the value of a tensor.*no float\(\)",
     by_chance: r"branches on the value of a tensor.*torch\.where",
     as_number: r"calls numpy.*keep them in tensors",
     as_list: r"calls tolist.*keep them in tensors",

@@ -396,6 +396,42 @@ def layers_own_forward_beneath_super_replaced() -> Training:
     )
 
 
+@PROGRAMS(is_planned=True)
+def wrapper_finds_attributes_in_its_model() -> Training:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = perceptron()
+            self.inner.gain = 1.0  # type: ignore[assignment]
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return super().__call__(x) * 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.gain
+
+    model = Wrapper()
+    return trained(model, change=lambda: setattr(model.inner, "gain", 3.0))
+
+
+_CALL = nn.Module.__call__
+
+
+@PROGRAMS(is_planned=True)
+def call_of_all_modules_replaced() -> Training:
+    return trained(
+        perceptron(),
+        change=lambda: setattr(nn.Module, "__call__", lambda s, x: _CALL(s, x) * 2),
+        undo=lambda: setattr(nn.Module, "__call__", _CALL),
+    )
+
+
 # --- objects of PyTorch's own
 
 

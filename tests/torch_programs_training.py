@@ -645,6 +645,35 @@ def loss_is_compiled() -> Training:
     return trained(perceptron(), loss_fn=loss_fn)
 
 
+@PROGRAMS(is_planned=True)
+def loss_returns_views_of_parameters() -> Training:
+    model = perceptron()
+    views = lambda: (model[0].bias[:2], model[2].weight.detach().t())  # noqa: E731
+    loss_fn = lambda out, y: (functional.cross_entropy(out, y), views())  # noqa: E731
+    return trained(model, loss_fn=loss_fn)
+
+
+@PROGRAMS
+def loss_adds_to_gradients_by_a_backward_pass_of_its_own() -> Training:
+    critic = nn.Linear(4, 1)
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        critic(out.detach()).sum().backward()
+        (found := functional.cross_entropy(out, y)).backward(retain_graph=True)
+        return found
+
+    return trained(perceptron(), loss_fn=loss, watched=lambda: critic.weight.grad)
+
+
+@PROGRAMS(is_planned=True)
+def loss_has_a_backward_pass_to_a_tensor_of_its_own() -> Training:
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        functional.cross_entropy(own := out.detach().requires_grad_(), y).backward()
+        return functional.cross_entropy(out + own.grad, y)
+
+    return trained(perceptron(), loss_fn=loss)
+
+
 @PROGRAMS
 def task_is_switched_with_every_step() -> Training:
     heads = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})

@@ -7,13 +7,13 @@ functions, so that a planned step can be checked against them.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from mucudnn.torch.capture.step import loss_of
+from mucudnn.torch.capture.step import leaves_of, loss_of
 from mucudnn.torch.capture.step_tensors import Batch, StepSettings, called
 from mucudnn.torch.optimizer_update import own_gradients, scaled_closure_error
 
@@ -65,7 +65,7 @@ def run_eager_step(
             )
             loss = loss / divisor if divisor != 1 else loss
             goal = loss if scaler is None else scaler.scale(loss)
-            for leaf in _leaves_of(goal):
+            for leaf in leaves_of(goal):
                 if leaf not in before:
                     before[leaf], leaf.grad = leaf.grad, None
             with torch.autocast(loss.device.type, enabled=False):
@@ -133,20 +133,3 @@ def run_eager_step(
     if all(part is None for part in extras):
         return loss
     return loss, (tuple(extras) if settings.accumulate > 1 else extras[0])
-
-
-def _leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the leaves that a backward pass gives gradients to.
-
-    A loss may close over modules, such as a discriminator, whose gradients are none of
-    the step's. `backward(inputs=...)` would spare them, and refuses checkpoints.
-    """
-    pending = [loss.grad_fn]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        following = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= following
-        pending += following

@@ -169,6 +169,7 @@ class Settings:
 def _other_settings() -> dict[str, Any]:
     own = torch._C
     return {
+        "call of modules": torch.nn.Module.__call__,
         "default device": _device.CURRENT_DEVICE,
         "number of torch function modes": own._len_torch_function_stack(),
         "number of dispatch modes": own._len_torch_dispatch_stack(),

@@ -499,10 +499,11 @@ class ReadRecorder:
             for leaf in pytree.tree_leaves(effect.after):
                 plain = isinstance(leaf, (*_STILL, torch.Tensor, type, Missing))
                 if not plain and id(leaf) not in self._seen:
+                    name = type(leaf).__name__.removeprefix("Sym")
                     raise UnsoundCaptureError(
-                        f"the step stores a new {type(leaf).__name__} in "
-                        f"{effect.place.label}; only tensors, plain values and "
-                        "containers of them can be stored between steps"
+                        f"the step stores a new {name} in {effect.place.label}; only "
+                        "tensors, plain values and containers of them can be stored "
+                        "between steps, and no number that item() reads from a tensor"
                     )
 
     # -- objects

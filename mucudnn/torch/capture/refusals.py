@@ -358,8 +358,9 @@ def saying_where() -> Iterator[None]:
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as e:
         raise UnsupportedError(
             "the step branches on the value of a "
-            f"tensor{line_of_traceback(e.__traceback__)}; use torch.where, write a "
-            "check as torch._assert_async, or branch outside the step"
+            f"tensor{line_of_traceback(e.__traceback__)}; use torch.where, keep "
+            "numbers in tensors (no float() of them), write a check as "
+            "torch._assert_async, or branch outside the step"
         ) from e
     except (DynamicOutputShapeException, UnsupportedOperatorException) as e:
         reason = (

@@ -19,6 +19,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
@@ -62,8 +63,8 @@ from mucudnn.torch.distributed.sharding import (
     without_collectives,
 )
 from mucudnn.torch.execution.devices import autocast_off
-from mucudnn.torch.internals import without_wrapped_functions
-from mucudnn.torch.source_lines import storage_of
+from mucudnn.torch.internals import replaced, without_wrapped_functions
+from mucudnn.torch.source_lines import line_now, storage_of
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -107,6 +108,8 @@ class CapturedStep:
     updates_many: bool = False
     sharding: Sharding | None = None
 
+
+_BACKWARD = torch.autograd.backward
 
 NO_VALUES: Mapping[int, torch.Tensor] = MappingProxyType({})
 
@@ -212,6 +215,9 @@ def _trace(
             uncompiled(tracer.root, recorder),
             output_noted(recorder),
             plain_checkpoints(tracer.noting_changes),
+            replaced(torch.autograd, backward=tracer.run_backward),
+            # PyTorch's tracer would call modules as when it was imported.
+            replaced(_symbolic_trace, _orig_module_call=torch.nn.Module.__call__),
             seeding_refused(),
             without_collectives(root),
             mode,
@@ -295,6 +301,7 @@ class _Tracer:
     sums: set[str] = field(default_factory=set)
     forward: set[str] = field(default_factory=set)
     backward: set[str] = field(default_factory=set)
+    leaves: frozenset[int] = frozenset()  # by identity
     extras: Any = None
     stored: Sequence[int] = ()
     effects: Sequence[Effect] = ()
@@ -359,6 +366,7 @@ class _Tracer:
             name: leaf_of(tensor, parts.parameters[name])
             for name, tensor in whole.items()
         }
+        self.leaves = frozenset(map(id, leaves.values()))
         if self.sharding is not None:
             # Leaves are operations of the graph, too, which read what is gathered.
             self.gathers = _names_now() - sent
@@ -468,6 +476,24 @@ class _Tracer:
             several = self.settings.accumulate > 1
             self.found = tuple(extras) if several else extras[0]
         return total, gradients
+
+    def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Replace `torch.autograd.backward`, which may not change `grad` of parameters.
+
+        An update in eager mode would read what is added there.
+        """
+        inputs = kwargs.get("inputs")
+        leaves = pytree.tree_leaves(tensors if inputs is None else inputs)
+        is_own_thread = get_proxy_mode() is not None
+        for leaf in leaves_of(*leaves) if inputs is None else leaves:
+            is_made = isinstance(leaf, FunctionalTensor) and id(leaf) not in self.leaves
+            if is_own_thread and not is_made:
+                raise UnsoundCaptureError(
+                    f"the step calls backward(){line_now()}, which adds to gradients "
+                    "of parameters; call torch.autograd.grad, or backward(inputs=...) "
+                    "with tensors that the step has made"
+                )
+        _BACKWARD(tensors, *args, **kwargs)
 
     def _loss(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         torch.clear_autocast_cache()
@@ -717,11 +743,29 @@ def loss_of(result: Any) -> tuple[torch.Tensor, Any]:
         raise ValueError("the loss does not depend on any parameter that is trained")
     for leaf in pytree.tree_leaves(extras):
         if not isinstance(leaf, (torch.Tensor, str, type(None))):
+            name = type(leaf).__name__.removeprefix("Sym")
             raise TypeError(
-                f"the further results of loss_fn contain a {type(leaf).__name__}, "
-                "which would be the same in every step; return tensors only"
+                f"the further results of loss_fn contain a {name}, which would be the "
+                "same in every step; return tensors only, without item()"
             )
     return loss, extras
+
+
+def leaves_of(*results: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the leaves that a backward pass gives gradients to.
+
+    A loss may close over modules, such as a discriminator, whose gradients are none of
+    the step's. `backward(inputs=...)` would spare them, and refuses checkpoints.
+    """
+    pending = [result.grad_fn for result in results]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        pending += following
 
 
 def leaf_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
