@@ -645,6 +645,24 @@ def loss_is_compiled() -> Training:
     return trained(perceptron(), loss_fn=loss_fn)
 
 
+def product(out: torch.Tensor) -> torch.Tensor:
+    parts = torch.complex(out[:7, :3], out[:7, 1:])
+    return out * (parts.sin() * parts.detach().t().contiguous().t()).abs().mean()
+
+
+def power(out: torch.Tensor) -> torch.Tensor:
+    return (out.bfloat16().abs() ** 1.7).float()
+
+
+# PyTorch rounds some operations in another way where they overwrite an operand.
+for rounded in (product, power):
+    PROGRAMS(
+        lambda f=rounded: trained(Reading(lambda _, out: f(out))),
+        name=f"in_place_{rounded.__name__}_would_round_otherwise",
+        is_planned=True,
+    )
+
+
 @PROGRAMS(is_planned=True)
 def loss_returns_views_of_parameters() -> Training:
     model = perceptron()

@@ -289,6 +289,8 @@ class _Lowering:
         if into is None or len(names) != 1 or self._tensors[names[0]].alias is not None:
             return call, ()
         result = self._tensors[names[0]]
+        if self._layouts[result.name].dtype.is_complex:
+            return call, ()  # PyTorch rounds complex products in place otherwise
         candidates = tuple(
             index
             for index, name in enumerate(inputs)

@@ -130,6 +130,8 @@ def in_place_variant(function: Any) -> tuple[Callable[..., Any] | None, bool]:
     """
     if torch.Tag.pointwise not in getattr(function, "tags", ()):
         return None, False
+    if function is torch.ops.aten.mul.Scalar:
+        return None, False  # in place, PyTorch rounds the number to low precision first
     mine = _signature(function)
     # An overload with `out` comes first: it leaves the operands intact.
     for overload in _overloads(function.overloadpacket):
