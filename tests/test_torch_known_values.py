@@ -76,7 +76,8 @@ def guarded(y, t):
     if t.max() >= 3:
         raise ValueError("a class that there is not")
     axes = torch.arange(1, y.dim()).tolist()
-    return y.square().sum(dim=axes).mean() if bool((t > 0).any()) else y.mean()
+    is_low = torch.equal(t, t.clamp(max=0)) or not bool((t > 0).any())
+    return y.mean() if is_low else y.square().sum(dim=axes).mean()
 
 
 KEPT = torch.tensor([True, False, True, True, False, True])
