@@ -365,19 +365,25 @@ def generator_made_by_the_step() -> Training:
     return trained(Reading(read), watched=lambda: len(drawn))
 
 
-_LINEAR, _FORWARD = functional.linear, nn.Linear.forward
+def replacing(model: nn.Module, holder: Any, name: str, new: Any) -> Training:
+    """Return a training in which a function is replaced."""
+    old = getattr(holder, name)
+    put = functools.partial(setattr, holder, name)
+    return trained(model, change=lambda: put(new), undo=lambda: put(old))
+
+
+_LINEAR, _CALL = functional.linear, nn.Module.__call__
 
 
 @PROGRAMS
 def function_beneath_a_layer_replaced() -> Training:
-    def replaced(*args: Any) -> torch.Tensor:
-        return _LINEAR(*args) * 2
+    return replacing(perceptron(), functional, "linear", lambda *a: _LINEAR(*a) * 2)
 
-    return trained(
-        perceptron(),
-        change=lambda: setattr(functional, "linear", replaced),
-        undo=lambda: setattr(functional, "linear", _LINEAR),
-    )
+
+@PROGRAMS(is_planned=True)
+def call_of_all_modules_replaced() -> Training:
+    doubled = lambda module, x: _CALL(module, x) * 2  # noqa: E731
+    return replacing(perceptron(), nn.Module, "__call__", doubled)
 
 
 @PROGRAMS
@@ -386,14 +392,8 @@ def layers_own_forward_beneath_super_replaced() -> Training:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 2
 
-    def replaced(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return _LINEAR(x, self.weight) * 3
-
-    return trained(
-        Own(6, 4),
-        change=lambda: setattr(nn.Linear, "forward", replaced),
-        undo=lambda: setattr(nn.Linear, "forward", _FORWARD),
-    )
+    tripled = lambda layer, x: _LINEAR(x, layer.weight) * 3  # noqa: E731
+    return replacing(Own(6, 4), nn.Linear, "forward", tripled)
 
 
 @PROGRAMS(is_planned=True)
@@ -418,18 +418,6 @@ def wrapper_finds_attributes_in_its_model() -> Training:
 
     model = Wrapper()
     return trained(model, change=lambda: setattr(model.inner, "gain", 3.0))
-
-
-_CALL = nn.Module.__call__
-
-
-@PROGRAMS(is_planned=True)
-def call_of_all_modules_replaced() -> Training:
-    return trained(
-        perceptron(),
-        change=lambda: setattr(nn.Module, "__call__", lambda s, x: _CALL(s, x) * 2),
-        undo=lambda: setattr(nn.Module, "__call__", _CALL),
-    )
 
 
 # --- objects of PyTorch's own

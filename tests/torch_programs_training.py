@@ -616,6 +616,11 @@ def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
 
 
+def product(out: torch.Tensor) -> torch.Tensor:
+    parts = torch.complex(out[:7, :3], out[:7, 1:])
+    return out * (parts.sin() * parts.detach().t().contiguous().t()).abs().mean()
+
+
 READS = MODULES.replace("{optimizer}", "optimizer=sgd(m), ")
 
 PROGRAMS.table(globals(), READS, "attributes result change")("""
@@ -636,6 +641,9 @@ checkpointing_is_turned_on
 task_is_switched
     | heads=nn.ModuleDict(zip("ab", two_layers())), task="a"
     | s.heads[s.task](out) | m.task = "b"
+complex_products_round_otherwise_in_place | | product(out) | | is_planned
+products_with_a_number_round_otherwise_in_place
+    | | (out.bfloat16().abs() ** 1.7).float() | | is_planned
 """)
 
 
@@ -643,24 +651,6 @@ task_is_switched
 def loss_is_compiled() -> Training:
     loss_fn = torch.compile(functional.cross_entropy, backend="eager")
     return trained(perceptron(), loss_fn=loss_fn)
-
-
-def product(out: torch.Tensor) -> torch.Tensor:
-    parts = torch.complex(out[:7, :3], out[:7, 1:])
-    return out * (parts.sin() * parts.detach().t().contiguous().t()).abs().mean()
-
-
-def power(out: torch.Tensor) -> torch.Tensor:
-    return (out.bfloat16().abs() ** 1.7).float()
-
-
-# PyTorch rounds some operations in another way where they overwrite an operand.
-for rounded in (product, power):
-    PROGRAMS(
-        lambda f=rounded: trained(Reading(lambda _, out: f(out))),
-        name=f"in_place_{rounded.__name__}_would_round_otherwise",
-        is_planned=True,
-    )
 
 
 @PROGRAMS(is_planned=True)
