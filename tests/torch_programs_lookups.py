@@ -396,30 +396,6 @@ def layers_own_forward_beneath_super_replaced() -> Training:
     return replacing(Own(6, 4), nn.Linear, "forward", tripled)
 
 
-@PROGRAMS(is_planned=True)
-def wrapper_finds_attributes_in_its_model() -> Training:
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = perceptron()
-            self.inner.gain = 1.0  # type: ignore[assignment]
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(super().__getattr__("inner"), name)
-
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return super().__call__(x) * 2
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) * self.gain
-
-    model = Wrapper()
-    return trained(model, change=lambda: setattr(model.inner, "gain", 3.0))
-
-
 # --- objects of PyTorch's own
 
 

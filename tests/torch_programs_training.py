@@ -199,13 +199,8 @@ own_optimizers_number | Own(m.parameters()) | g["scale"] = 3.0
 own_optimizers_class
     | Own(m.parameters())
     | o.__class__ = type("Still", (Own,), {"step": lambda self: None})
+own_optimizer_counts | Own(m.parameters(), counts=True) | | changes_in_step
 """)
-
-
-@PROGRAMS(changes_in_step=True)
-def own_optimizer_counts() -> Training:
-    model = perceptron()
-    return trained(model, optimizer=Own(model.parameters(), counts=True))
 
 
 @PROGRAMS
@@ -214,32 +209,6 @@ def gradients_are_there_before() -> Training:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     return trained(model)
-
-
-@PROGRAMS
-def gradients_appear() -> Training:
-    model = perceptron()
-
-    def change() -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-
-    return trained(model, change=change)
-
-
-@PROGRAMS
-def model_reads_its_gradient() -> Training:
-    """Eager mode has no gradient there: each step begins without."""
-
-    def read(s, out):
-        return out * (1.0 if s.net[0].weight.grad is None else 3.0)
-
-    model = Reading(read)
-
-    def change() -> None:
-        model.net[0].weight.grad = torch.ones_like(model.net[0].weight)
-
-    return trained(model, change=change)
 
 
 @PROGRAMS(is_planned=True)
@@ -445,9 +414,8 @@ def convolutions(name: str, change: Callable[[Any], Any]) -> None:
     PROGRAMS(build, name=name)
 
 
-convolutions("stride_of_a_convolution", lambda c: setattr(c, "stride", (2, 2)))
-convolutions("padding_of_a_convolution", lambda c: setattr(c, "padding", (2, 2)))
-convolutions("dilation_of_a_convolution", lambda c: setattr(c, "dilation", (2, 2)))
+for what in ("stride", "padding", "dilation"):
+    convolutions(f"{what}_of_a_convolution", lambda c, k=what: setattr(c, k, (2, 2)))
 
 
 @PROGRAMS
@@ -510,14 +478,10 @@ averaged(
 def average_swapped_in() -> Training:
     model = perceptron()
     average = swa_utils.AveragedModel(model)
-
-    def change() -> None:
-        model.load_state_dict(average.module.state_dict())
-
     return trained(
         model,
         after=lambda number, loss: average.update_parameters(model),
-        change=change,
+        change=lambda: model.load_state_dict(average.module.state_dict()),
     )
 
 
@@ -626,6 +590,10 @@ READS = MODULES.replace("{optimizer}", "optimizer=sgd(m), ")
 PROGRAMS.table(globals(), READS, "attributes result change")("""
 parameter_attribute_is_read
     | | out * getattr(s.net[0].weight, "gain", 1.0) | m.net[0].weight.gain = 3.0
+gradients_appear | | out | for p in m.parameters(): p.grad = torch.ones_like(p)
+gradient_is_read_that_eager_mode_has_not
+    | | out * (1.0 if s.net[0].weight.grad is None else 3.0)
+    | m.net[0].weight.grad = torch.ones_like(m.net[0].weight)
 requires_grad_is_read
     | | out * (1.0 if s.net[0].bias.requires_grad else 3.0)
     | m.net[0].bias.requires_grad_(False)
