@@ -48,14 +48,9 @@ def indexed(s, x):
 
 def decided(s, x):
     y = s.m[0](x)
-    if y.sum().item() > 0:  # LINE
+    if float(y.detach().sum()) > 0:  # LINE
         return y.sum() * 2
     return y.sum()
-
-
-def converted(s, x):
-    y = s.m[0](x).sum()
-    return y * float(y.detach())  # LINE
 
 
 def by_chance(s, x):
@@ -120,8 +115,7 @@ AT_LINES = {
     nonzero: r"aten\.nonzero.*torch\.where",
     selected: r"aten\.masked_select.*torch\.where",
     indexed: r"aten\.index\.Tensor.*torch\.where",
-    decided: r"branches on the value of a tensor.*torch\.where",
-    converted: r"branches on the value of a tensor.*no float\(\)",
+    decided: r"branches on the value of a tensor.*torch\.where.*no float",
     by_chance: r"branches on the value of a tensor.*torch\.where",
     as_number: r"calls numpy.*keep them in tensors",
     as_list: r"calls tolist.*keep them in tensors",

@@ -318,14 +318,6 @@ subclass_attribute_hides_the_base | gain=1.0 | out * s.gain | type(m).gain = 3.0
 
 
 @PROGRAMS
-def metaclass_attribute() -> Training:
-    meta = type("Meta", (type,), {"gain": 1.0})
-    space = meta("Space", (), {})
-    model = Reading(lambda s, out: out * s.space.gain, space=space)
-    return trained(model, change=lambda: setattr(meta, "gain", 3.0))
-
-
-@PROGRAMS
 def class_assigned() -> Training:
     class Negated(nn.ReLU):
         def forward(self, x):
@@ -387,6 +379,9 @@ module_dict_order
     | layers=nn.ModuleDict({"tanh": nn.Tanh(), "linear": nn.Linear(4, 4)})
     | functools.reduce(lambda y, k: s.layers[k](y), s.layers, out)
     | m.layers["tanh"] = m.layers.pop("tanh")
+metaclass_attribute
+    | space=type("Meta", (type,), {"gain": 1.0})("Space", (), {})
+    | out * s.space.gain | type(m.space).gain = 3.0
 names_of_children_are_read
     | | out * len(dict(s.named_modules())) | m.net.append(nn.Identity())
 names_of_parameters_are_read

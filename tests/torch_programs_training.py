@@ -154,25 +154,10 @@ step_counter_set | adam(m) | [s["step"].fill_(100) for s in o.state.values()]
 gradients_zeroed_between | sgd(m) | o.zero_grad(set_to_none=False)
 parameter_dropped_from_the_group | sgd(m) | g["params"].pop()
 parameters_in_another_order | sgd(m) | g["params"].reverse()
+step_replaced
+    | sgd(m)
+    | step = o.step; o.step = lambda *a: (step(*a), m[0].weight.data.mul_(0.5))
 """)
-
-
-@PROGRAMS
-def optimizers_step_replaced() -> Training:
-    model = perceptron()
-    optimizer = sgd(model)
-
-    def change() -> None:
-        original = optimizer.step
-
-        def step(*args: Any) -> None:
-            original(*args)
-            with torch.no_grad():
-                model[0].weight.mul_(0.5)
-
-        optimizer.step = step
-
-    return trained(model, optimizer=optimizer, change=change)
 
 
 class Own(optim.Optimizer):
@@ -500,15 +485,19 @@ def average_made_by_the_optimizers_hook() -> Training:
     return trained(model, optimizer=optimizer, watched=lambda: list(average))
 
 
+def near(teachers: list[Any], x: torch.Tensor) -> Callable[..., Any]:
+    """Return a loss with the distance to what the first teacher answers."""
+    apart = lambda out: (out - teachers[0](x)).square().mean()  # noqa: E731
+    return lambda out, y: functional.cross_entropy(out, y) + apart(out)
+
+
 @PROGRAMS
 def teacher_follows() -> Training:
     """A teacher that is no part of the model, and is averaged between steps."""
     model = perceptron()
     teacher = copy.deepcopy(model).requires_grad_(False)
     x, y = vectors()
-
-    def loss(out, y):
-        return functional.cross_entropy(out, y) + (out - teacher(x)).square().mean()
+    loss = near([teacher], x)
 
     def after(number: int, value: torch.Tensor) -> None:
         with torch.no_grad():
@@ -525,10 +514,7 @@ def teacher_is_replaced() -> Training:
     model = perceptron()
     x, y = vectors()
     teachers = [perceptron().requires_grad_(False) for _ in range(2)]
-
-    def loss(out, y):
-        return functional.cross_entropy(out, y) + (out - teachers[0](x)).square().mean()
-
+    loss = near(teachers, x)
     return trained(model, batches=[(x, y)], loss_fn=loss, change=teachers.reverse)
 
 
@@ -551,13 +537,8 @@ def label_smoothing_anneals() -> Training:
 @PROGRAMS
 def temperature_anneals_in_place() -> Training:
     temperature = torch.tensor(2.0)
-
-    def loss(out, y):
-        return functional.cross_entropy(out / temperature, y)
-
-    return trained(
-        perceptron(), loss_fn=loss, after=lambda number, value: temperature.mul_(0.5)
-    )
+    loss = lambda out, y: functional.cross_entropy(out / temperature, y)  # noqa: E731
+    return trained(perceptron(), loss_fn=loss, after=lambda *_: temperature.mul_(0.5))
 
 
 def active(s: Any, out: torch.Tensor) -> torch.Tensor:
