@@ -561,6 +561,11 @@ def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
 
 
+def exchanged(s: Any, out: torch.Tensor) -> torch.Tensor:
+    s.one, s.other = s.other, s.one
+    return out * s.one
+
+
 def product(out: torch.Tensor) -> torch.Tensor:
     parts = torch.complex(out[:7, :3], out[:7, 1:])
     return out * (parts.sin() * parts.detach().t().contiguous().t()).abs().mean()
@@ -571,6 +576,16 @@ READS = MODULES.replace("{optimizer}", "optimizer=sgd(m), ")
 PROGRAMS.table(globals(), READS, "attributes result change")("""
 parameter_attribute_is_read
     | | out * getattr(s.net[0].weight, "gain", 1.0) | m.net[0].weight.gain = 3.0
+buffers_are_exchanged
+    | one=nn.Buffer(torch.zeros(4)), other=nn.Buffer(torch.ones(4))
+    | exchanged(s, out) | | is_planned
+gradient_is_set_by_the_step
+    | | (setattr(s.net[0].weight, "grad", torch.ones(4, 6)), out)[1]
+parameter_is_frozen_by_the_step_in_turns
+    | bias=nn.Parameter(torch.zeros(4))
+    | (s.bias.requires_grad_(not s.bias.requires_grad), out)[1] + s.bias
+hook_of_a_parameter_is_added_by_the_step
+    | | (s.net[0].weight.register_hook(lambda g: g / 2), out)[1]
 gradients_appear | | out | for p in m.parameters(): p.grad = torch.ones_like(p)
 gradient_is_read_that_eager_mode_has_not
     | | out * (1.0 if s.net[0].weight.grad is None else 3.0)

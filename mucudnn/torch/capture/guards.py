@@ -139,12 +139,12 @@ class _Columns:
         self.values.append(value)
 
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of tensors that are None or an empty dict without hooks."""
 
 
 def _is_unhooked(read: Read) -> bool:
-    return read.kind is Kind.SLOT and read.value is None and read.key in _HOOKS
+    return read.kind is Kind.SLOT and read.value is None and read.key in HOOKS
 
 
 class Settings:

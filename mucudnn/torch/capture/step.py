@@ -9,7 +9,7 @@ capture; decisions that depend on numbers known before a step, such as an optimi
 step count, are recorded as guards.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from mucudnn.errors import MucudnnError, UnsupportedError
 from mucudnn.processes import uninterrupted
 from mucudnn.torch.capture.exclusive import exclusive_capture
 from mucudnn.torch.capture.fake_tensors import KernelResults, StepFakes
+from mucudnn.torch.capture.guards import HOOKS
 from mucudnn.torch.capture.known_values import Known, KnownShapes
 from mucudnn.torch.capture.many_tensor_updates import updates_many
 from mucudnn.torch.capture.op_overrides import (
@@ -388,7 +389,11 @@ class _Tracer:
                     self.recorder.lasts_one_run("it is given tensors with attributes")
             held = {**leaves, **buffers}
             held |= {f"tensor {i} of the batch": t for i, t in enumerate(batch)}
-            with _attributes_kept(held), _recurrent_lists_kept(self.root), modules:
+            with (
+                _attributes_kept(held, leaves),
+                _recurrent_lists_kept(self.root),
+                modules,
+            ):
                 loss, gradients = self._passes(leaves, batch, scale)
                 self._keep(buffers)
             self.recorder.in_update = True
@@ -556,6 +561,7 @@ class _Tracer:
 
     def _keep(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors that the model has put in a buffer's place to the buffer."""
+        changed = []  # to copy from buffers that are copied to, too
         for name, buffer in buffers.items():
             module, _, own = name.rpartition(".")
             now = self.root.get_submodule(module)._buffers[own]
@@ -568,23 +574,39 @@ class _Tracer:
                     f"it was {(tuple(buffer.shape), buffer.dtype)}, and shape and "
                     "type must stay the same"
                 )
-            buffer.copy_(now.detach())
+            changed.append((buffer, from_fun(now.detach())))
+        for buffer, value in changed:
+            buffer.copy_(to_fun(value))
 
 
 @contextmanager
-def _attributes_kept(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Refuse a step that sets attributes of what stands for its tensors."""
-    held = [
-        (name, vars(tensor), dict(vars(tensor))) for name, tensor in tensors.items()
-    ]
-    yield
-    for name, now, before in held:
-        for key, value in now.items():
-            if key not in before or value is not before[key]:
-                raise UnsoundCaptureError(
-                    f"the step sets attribute {key!r} of {name}, which a planned step "
-                    "would not set; set it outside, or of a module"
-                )
+def _attributes_kept(
+    tensors: Mapping[str, torch.Tensor], leaves: Collection[str]
+) -> Iterator[None]:
+    """Refuse a step that sets attributes of what stands for its tensors.
+
+    Of the batch, `requires_grad` may be set.
+    """
+
+    def attributes(name: str) -> dict[str, Any]:
+        tensor = tensors[name]
+        if name not in leaves:
+            return dict(vars(tensor))
+        hooks = {k: len(getattr(tensor, k) or ()) for k in HOOKS}
+        found = {"requires_grad": tensor.requires_grad, "grad": tensor.grad}
+        return {**vars(tensor), **hooks, **found}
+
+    held = {name: attributes(name) for name in tensors}
+    try:
+        yield
+    finally:
+        for name, before in held.items():
+            for key, value in attributes(name).items():
+                if key not in before or value is not before[key]:
+                    raise UnsoundCaptureError(
+                        f"the step sets attribute {key!r} of {name}, which a planned "
+                        "step would not set; set it outside, or of a module"
+                    )
 
 
 @contextmanager
