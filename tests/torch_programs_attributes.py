@@ -63,6 +63,7 @@ class_replaced | a=nn.Identity | s.a()(out) | m.a = nn.Tanh
 same_value_set_again | a=1000.5 | out * s.a | m.a = float("1000.5") | keeps_plan
 nan_set_again
     | a=float("nan") | out * (2.0 if s.a != s.a else 1.0) | m.a = float("nan")
+written_before_it_is_read | a=0.0 | s.a = 2.0; out * s.a | | keeps_plan
 unread_attribute | a=1 | out.sin() | m.a = 2 | keeps_plan
 """)
 
@@ -395,10 +396,7 @@ def children_reordered_in_place() -> Training:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
 
     def change() -> None:
-        layers = list(model._modules.values())
-        for key, layer in zip(
-            model._modules, (layers[1], layers[0], layers[2]), strict=True
-        ):
-            model._modules[key] = layer
+        first, second, third = model._modules.values()
+        model._modules.update(zip("012", (second, first, third), strict=True))
 
     return trained(model, change=change)

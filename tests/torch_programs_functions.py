@@ -451,15 +451,6 @@ def attribute_filled_by_the_first_step() -> Training:
 
 
 @PROGRAMS(keeps_plan=True)
-def written_before_it_is_read() -> Training:
-    def read(s, out):
-        s.now = 2.0
-        return out * s.now
-
-    return trained(Reading(read, now=0.0))
-
-
-@PROGRAMS(keeps_plan=True)
 def result_kept_for_the_loss() -> Training:
     def read(s, out):
         s.kept = out * 2
@@ -474,12 +465,6 @@ def result_kept_for_the_loss() -> Training:
 
 
 # --- generators of random numbers
-
-
-@PROGRAMS
-def seeded_between() -> Training:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
-    return trained(model, change=lambda: torch.manual_seed(7))
 
 
 @PROGRAMS

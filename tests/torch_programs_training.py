@@ -315,6 +315,7 @@ def parametrized() -> nn.Module:
 
 
 models("""
+seeded_between | dropping() | torch.manual_seed(7)
 layer_frozen | perceptron() | m[0].requires_grad_(False) | is_planned
 layer_thawed | frozen() | m[0].requires_grad_(True) | is_planned
 bias_frozen | perceptron() | m[0].bias.requires_grad_(False)
@@ -478,8 +479,7 @@ def average_made_by_the_optimizers_hook() -> Training:
 
     def update(*_: Any) -> None:
         with torch.no_grad():
-            for mean, parameter in zip(average, model.parameters(), strict=True):
-                mean.lerp_(parameter, 0.1)
+            torch._foreach_lerp_(average, [*model.parameters()], 0.1)
 
     optimizer.register_step_post_hook(update)
     return trained(model, optimizer=optimizer, watched=lambda: list(average))
@@ -501,10 +501,7 @@ def teacher_follows() -> Training:
 
     def after(number: int, value: torch.Tensor) -> None:
         with torch.no_grad():
-            for slow, fast in zip(
-                teacher.parameters(), model.parameters(), strict=True
-            ):
-                slow.lerp_(fast, 0.5)
+            torch._foreach_lerp_([*teacher.parameters()], [*model.parameters()], 0.5)
 
     return trained(model, batches=[(x, y)], loss_fn=loss, after=after)
 
