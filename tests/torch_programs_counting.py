@@ -159,8 +159,6 @@ last_result_in_an_attribute
 results_collected
     | held=[] | s.held.append(out.detach()); out + sum(s.held) / len(s.held)
 pushes_and_pops | held=[] | s.held.append(3.0); out * s.held.pop()
-stochastic_depth
-    | hidden=nn.Linear(4, 4) | out + s.hidden(out) if random.random() < 0.5 else out
 iterator_in_an_attribute | numbers=iter(range(1, 9)) | out * next(s.numbers)
 tensor_counted_and_asked | gain=torch.ones(()) | s.gain.add_(1); out * s.gain.item()
 """)
@@ -339,6 +337,12 @@ by_chance("torch_tensor_drawn", lambda _: lambda: torch.rand(()))
 by_chance("seeded_inside", lambda _: lambda: (torch.manual_seed(3), torch.rand(()))[1])
 by_chance("forked_inside", lambda _: forked)
 by_chance("initial_seed", lambda _: lambda: torch.initial_seed() % 7)
+
+
+reads("""
+stochastic_depth
+    | hidden=nn.Linear(4, 4) | out + s.hidden(out) if random.random() < 0.5 else out
+""")
 
 
 @PROGRAMS(changes_in_step=True)

@@ -623,6 +623,18 @@ def loss_returns_views_of_parameters() -> Training:
 
 
 @PROGRAMS
+def loss_changes_the_learning_rate() -> Training:
+    model = perceptron()
+    optimizer = sgd(model)
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] *= 0.5
+        return functional.cross_entropy(out, y)
+
+    return trained(model, optimizer=optimizer, loss_fn=loss)
+
+
+@PROGRAMS
 def loss_adds_to_gradients_by_a_backward_pass_of_its_own() -> Training:
     critic = nn.Linear(4, 1)
 
