@@ -8,6 +8,7 @@ the end of the step.
 import itertools
 import math
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -20,7 +21,7 @@ from mucudnn.models import get_model
 from mucudnn.passes import linear_program
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.rematerialize import Rematerializer
+from mucudnn.passes.graph.rematerialize import Rematerializer, what_runs_again
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.linear_program import LinearProgram
 from mucudnn.passes.liveness import ALIGNMENT
@@ -267,6 +268,65 @@ def test_a_plan_that_recomputes_most_of_a_deep_network_does_not_beat_it(short_se
     least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
     request = free.within(least + int(0.3 * (most - least)))
     assert below(request, plan_step(request))
+
+
+def saturated():
+    """A training graph of four linear layers and their saved results."""
+    g = GraphBuilder()
+    x = g.input("x", (64, 64))
+    for _ in range(4):
+        x = g.tanh(g.linear(x, 64))
+    loss = g.mean_squared_error(x, g.input("t", (64, 64)))
+    return training_graph(g.build(loss))
+
+
+def test_results_that_are_smaller_or_needed_twice_are_narrow():
+    g = GraphBuilder()
+    x = g.input("x", (8, 64))
+    small = g.linear(x, 16)
+    y = g.tanh(g.linear(g.concat([x, small]), 64))
+    twice = g.linear(y, 64)
+    y = g.add(g.tanh(twice), g.sigmoid(twice))
+    loss = g.mean_squared_error(y, g.input("t", (8, 64)))
+    again = what_runs_again(graph := training_graph(g.build(loss)))
+    assert again.wide == {
+        small: {"concat"},
+        twice: {"tanh.1", "sigmoid"},
+    }
+    last = max(graph.reads["tanh.1"][-1], graph.reads["sigmoid"][-1])
+    assert again.narrow == {small: graph.reads["concat"][-1], twice: last}
+    chains = {
+        name: [node.op for _, node in chain] for name, chain in again.chains.items()
+    }
+    assert chains["concat"] == ["concat"]
+    assert chains["tanh"] == ["tanh", "bias", "matmul"]
+    assert chains["tanh.1"] == ["tanh"]
+    assert chains[twice] == ["bias", "matmul"]
+    size = graph.tensors[small].nbytes
+    assert small not in what_runs_again(graph, size + 1).narrow
+
+
+def test_copies_of_small_tensors_transfer_no_more_than_their_bytes():
+    graph = saturated()  # with biases of half an aligned unit
+    times = {node.name: 0.1 for node in graph.nodes}
+    free = StepRequest(graph, replace(profile(graph, 1.0, 1.0), node_ms=times))
+    least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
+    for share in (0.4, 0.6, 0.8):
+        request = free.within(least + int(share * (most - least)))
+        assert below(request, plan_step(request))
+
+
+def test_it_charges_every_node_that_runs_again():
+    graph = saturated()
+    bounds = []
+    for op in ("tanh", "bias"):  # of one recompute chain; only the former is saved
+        times = {n.name: 4.0 if n.op == op else 0.1 for n in graph.nodes}
+        slow = replace(profile(graph, 1e-3, 1e-3), node_ms=times)
+        request = StepRequest(graph, slow, hosted=frozenset())
+        budget = 0.95 * unbounded(graph, slow).peak_bytes
+        bounds.append(lower_bound(request.within(budget)).step_ms)
+    assert bounds[0] == pytest.approx(bounds[1])
+    assert sum(times.values()) + 4.0 < bounds[0] < math.inf
 
 
 def test_below_every_operand_nothing_fits():

@@ -411,6 +411,69 @@ def recompute_ms(
     return sum(profile.recompute_ms_of(node.name) for node in chain)
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What runs again to recompute the saved tensors of a graph.
+
+    Most intermediate results are needed for one saved tensor only, and run again with
+    it. *Narrow* results may be kept instead: those that are smaller than the saved
+    tensor, such as the inputs of a concatenation, or that several of them need.
+
+    Attributes:
+        chains: Saved or narrow tensor -> positions and nodes that run again for it, the
+            last first. What they read is saved, narrow, kept anyway, or made by them.
+        narrow: Narrow result -> the last position at which a tensor is needed that is
+            recomputed from it.
+        wide: Narrow result -> the saved tensors that are recomputed from it.
+    """
+
+    chains: Mapping[str, Sequence[tuple[int, Node]]]
+    narrow: Mapping[str, int]
+    wide: Mapping[str, frozenset[str]]
+
+
+def what_runs_again(graph: Graph, least_bytes: float = 0.0) -> Again:
+    """Find the recompute chains and the narrow results of a graph.
+
+    Of a node with several results, only the chain of the largest includes it.
+
+    Args:
+        graph: A training graph.
+        least_bytes: Size below which narrow results need no room, and are kept anyway.
+    """
+    saved = {tensor.name: tensor for tensor in saved_tensors(graph)}
+    size = {name: spec.nbytes for name, spec in graph.tensors.items()}
+    chains: dict[str, list[tuple[int, Node]]] = {}
+    narrow: dict[str, int] = {}
+    wide: dict[str, frozenset[str]] = {name: frozenset({name}) for name in saved}
+    owners: dict[str, set[str]] = {}  # intermediate result -> tensors it is needed for
+    for position in reversed(range(len(graph.nodes))):
+        node = graph.nodes[position]
+        if node.phase is not Phase.FORWARD or node.traits.view:
+            continue
+        found = []
+        for name in filter(node.remakes, node.outputs):
+            owner, *others = [name] if name in saved else owners.get(name, [""])
+            if not owner or (name not in saved and size[name] < least_bytes):
+                continue
+            if others or size[name] < size[owner]:
+                narrow[name] = max(
+                    narrow.get(tensor, graph.reads[tensor][-1])
+                    for tensor in (owner, *others)
+                )
+                wide[name] = frozenset().union(*(wide[t] for t in (owner, *others)))
+                owner = name
+            found.append((size[name], owner))
+        if found:
+            _, owner = max(found)
+            again = node.recompute_node or node
+            chains.setdefault(owner, []).append((position, again))
+            for storage in (graph.storages[name] for name in again.inputs):
+                if storage not in saved:
+                    owners.setdefault(storage, set()).add(owner)
+    return Again(chains, narrow, {name: wide[name] for name in narrow})
+
+
 def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bool:
     """Return whether a tensor's bytes are worth saving rather than recomputing.
 

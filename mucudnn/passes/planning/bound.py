@@ -10,7 +10,7 @@ resident in each window, the fractions copied out and in, and the fraction recom
                 at every node: operands + resident fractions + workspace <= budget
                 an absent fraction was copied out before, or is recomputed
                 a restored fraction was copied in or recomputed since
-                recomputation has its saved inputs resident
+                recomputation has its saved and narrow inputs resident
 
 Every plan gives a feasible solution that takes no longer: let a fraction be the part of
 a storage that is on the device at the worst moment of a window. A plan copies, frees
@@ -28,13 +28,12 @@ import itertools
 import logging
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node, Phase
-from mucudnn.passes.graph.rematerialize import recompute_chain, saved_tensors
+from mucudnn.passes.graph.rematerialize import saved_tensors, what_runs_again
 from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.linear_program import LinearProgram, solver_errors
 from mucudnn.passes.liveness import Use, rounded, uses_of
@@ -42,12 +41,15 @@ from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling.problem import first_plans
 
-MOST_GAPS = 700
-"""Gaps up to which the program is solved as a part of planning, in a second."""
+MOST_GAPS = 1300
+"""Gaps up to which the program is solved as a part of planning, in about two seconds."""
 
-_WINDOWS = 16
-"""Number of windows. Twice as many tighten the bound by 1 % of a step, and take the
-solver four times as long."""
+_WINDOWS, _FEW_WINDOWS = 16, 4
+"""Number of windows of a small step, and of a large one. Many windows take longer, and
+tighten the bound only if most of a short step is recomputed."""
+
+_MANY_GAPS = 200
+"""Gaps above which a step is large."""
 
 _SMALL = 1e-3
 """Fraction of the budget below which storages are free to be absent."""
@@ -93,7 +95,8 @@ def lower_bound(request: StepRequest, most_gaps: int = MOST_GAPS) -> LowerBound:
     if gaps > most_gaps:
         return LowerBound(compute, f"{gaps} gaps are more than {most_gaps}")
     try:
-        found = _Relaxation(request).solve()
+        windows = _WINDOWS if gaps <= _MANY_GAPS else _FEW_WINDOWS
+        found = _Relaxation(request, windows).solve()
     except solver_errors() as error:
         _log.warning("the solver cannot be run: %s", error)
         return LowerBound(compute, "the solver cannot be run")
@@ -111,13 +114,15 @@ class _Gap:
 
     Attributes:
         storage: Name of the storage, or of one of several equivalent storages.
-        nbytes: Bytes of all equivalent storages.
+        nbytes: Bytes of all equivalent storages on the device, which are aligned.
+        copied: Bytes that their copies transfer.
         after: Position of the use before the gap.
         before: Position of the use behind the gap; in the next step, the number of
             nodes or more.
         windows: Windows that the gap crosses; those of the next step follow the last.
         clean: Whether the host already has the bytes, so that no offload is needed.
         stuck: Whether the storage cannot be copied.
+        used: Whether the gap ends with a use; else the storage may stay away.
         again: Windows in which the storage can be recomputed.
         resident: Variables of the fraction that is resident throughout a window.
         restored: Variables of the fractions copied in or recomputed in a window.
@@ -126,11 +131,13 @@ class _Gap:
 
     storage: str
     nbytes: int
+    copied: int
     after: int
     before: int
     windows: range
     clean: bool = False
     stuck: bool = False
+    used: bool = True
     again: frozenset[int] = frozenset()
     resident: list[int] = field(default_factory=list)
     restored: list[list[int]] = field(default_factory=list)
@@ -140,7 +147,7 @@ class _Gap:
 class _Relaxation:
     """Linear program of a request with a budget."""
 
-    def __init__(self, request: StepRequest) -> None:
+    def __init__(self, request: StepRequest, windows: int) -> None:
         self._request, self._graph = request, request.graph
         self._lp = LinearProgram()
         self._ms = _fastest_ms(request)
@@ -148,30 +155,34 @@ class _Relaxation:
         self._moving = hosted & request.persistent
         phases = itertools.pairwise(node.phase for node in self._graph.nodes)
         backward = next((i + 1 for i, (a, b) in enumerate(phases) if a is not b), 0)
-        self._starts = self._windows(backward)
+        self._starts = self._windows(backward, windows)
         count = len(self._starts)
         self._compute: list[Terms] = [[] for _ in range(count)]
         self._fixed_ms = [0.0] * count
         self._out: list[Terms] = [[] for _ in range(count)]
         self._in: list[Terms] = [[] for _ in range(count)]
         self._outs: dict[str, dict[int, int]] = {}
+        self._overwritten: dict[str, list[int]] = {}
+        for position, storages in self._graph.overwritten.items():
+            for storage in storages:
+                self._overwritten.setdefault(storage, []).append(position)
         self._drops: dict[str, int] = {}
-        self._runs: dict[str, dict[int, int]] = {}
+        self._again = what_runs_again(self._graph, _SMALL * request.budget)
         self._gaps: dict[str, list[_Gap]] = {}
         for gap in self._all_gaps():
             self._gaps.setdefault(gap.storage, []).append(gap)
-        sliced = any(Phase.FORWARD in _phases_again(name) for name in self._gaps)
-        self._first = 0 if sliced else self._window(backward)
-        self._find_chains()
 
     def solve(self) -> tuple[float, Mapping[str, Residency]] | None:
         """Return the optimum in ms, and rounded to residencies; None if not solved.
 
         The optimum is infinity if the program is infeasible.
         """
-        for gap in itertools.chain(*self._gaps.values()):
-            self._add(gap)
-        self._add_recompute_inputs()
+        gaps = [*itertools.chain(*self._gaps.values())]
+        chains = [self._chain(gap) for gap in gaps]
+        for gap, (again_ms, _) in zip(gaps, chains, strict=True):
+            self._add(gap, again_ms)
+        for gap, (_, read) in zip(gaps, chains, strict=True):
+            self._add_recompute_inputs(gap, read)
         self._add_memory()
         self._add_times()
         found = self._lp.solve()
@@ -190,7 +201,7 @@ class _Relaxation:
                 residency[saved.name] = Residency.OFFLOAD
         return residency
 
-    def _windows(self, backward: int) -> list[int]:
+    def _windows(self, backward: int, most: int) -> list[int]:
         """Return the first nodes of windows of about equal weight."""
         profile = self._request.profile
         weights = [self._ms[node.name] for node in self._graph.nodes]
@@ -199,9 +210,9 @@ class _Relaxation:
             weights[saved.again] += saved.nbytes / profile.in_bytes_per_ms
         total, quota, starts = sum(weights), 1, {0, backward}
         for position, mark in enumerate(itertools.accumulate(weights[:-1])):
-            if total and mark >= quota * total / _WINDOWS:
+            if total and mark >= quota * total / most:
                 starts.add(position + 1)
-                quota = int(mark * _WINDOWS / total) + 1
+                quota = int(mark * most / total) + 1
         return sorted(starts)
 
     def _window(self, position: int) -> int:
@@ -219,67 +230,52 @@ class _Relaxation:
         for use in uses_of(self._graph).values():
             if not use.persistent:
                 if use.nbytes >= _SMALL * self._request.budget:
-                    yield from self._of_activation(use)
+                    tail = use.positions[-1], self._again.narrow.get(use.storage, -1)
+                    for after, before in (*use.gaps(), tail):
+                        if after < before < count:
+                            yield self._of_activation(use, after, before)
                 continue
             for after, before in use.gaps() if use.storage in self._moving else ():
                 clean = before < count or not use.writes
                 windows = self._between(after, before)
                 key = windows.start, windows.stop, clean
-                gap = _Gap(use.storage, 0, after, before, windows, clean)
+                gap = _Gap(use.storage, 0, 0, after, before, windows, clean)
                 gap = alike.setdefault(key, gap)
                 gap.nbytes += use.nbytes
+                gap.copied += self._graph.tensors[use.storage].nbytes
                 gap.after = max(gap.after, after)
                 gap.before = min(gap.before, before)
         yield from alike.values()
 
-    def _of_activation(self, use: Use) -> Iterator[_Gap]:
+    def _of_activation(self, use: Use, after: int, before: int) -> _Gap:
         graph = self._graph
         producer = graph.producers.get(use.storage)
-        stuck = use.storage in graph.immovable
-        phases = _phases_again(use.storage)
-        for after, before in use.gaps():
-            if before >= len(graph.nodes):
-                continue
-            windows = self._between(after, before)
-            again: frozenset[int] = frozenset()
-            if (
-                producer is not None
-                and producer.remakes(use.storage)
-                and graph.nodes[before].phase in phases
-            ):
-                again = frozenset(w for w in windows if self._has(w, phases))
-            if again or not stuck:
-                yield _Gap(
-                    use.storage,
-                    use.nbytes,
-                    after,
-                    before,
-                    windows,
-                    stuck=stuck,
-                    again=again,
-                )
+        windows, phases = self._between(after, before), _phases_again(use.storage)
+        again: frozenset[int] = frozenset()
+        if (
+            producer is not None
+            and producer.remakes(use.storage)
+            and graph.nodes[before].phase in phases
+        ):
+            again = frozenset(w for w in windows if self._has(w, phases))
+        return _Gap(
+            use.storage,
+            use.nbytes,
+            graph.tensors[use.storage].nbytes,
+            after,
+            before,
+            windows,
+            stuck=use.storage in graph.immovable,
+            used=before in use.positions,
+            again=again,
+        )
 
     def _has(self, window: int, phases: tuple[Phase, ...]) -> bool:
         """Return whether a window has a node of some phases."""
         first, behind = [*self._starts, len(self._graph.nodes)][window : window + 2]
         return any(node.phase in phases for node in self._graph.nodes[first:behind])
 
-    def _find_chains(self) -> None:
-        """Find the recompute chains of saved tensors if all others are resident."""
-        graph = self._graph
-        names = dict.fromkeys(saved.name for saved in saved_tensors(graph))
-        self._chains: dict[str, tuple[str, ...]] = {}
-        self._parents: dict[str, tuple[str, ...]] = {}
-        count: Counter[str] = Counter()
-        for name in names:
-            nodes = recompute_chain(graph, name, names.__contains__)
-            self._chains[name] = tuple(node.name for node in nodes)
-            read = {graph.storages[t] for node in nodes for t in node.inputs}
-            self._parents[name] = tuple(n for n in names if n in read and n != name)
-            count.update(self._chains[name])
-        self._shared = frozenset(name for name, times in count.items() if times > 1)
-
-    def _add(self, gap: _Gap) -> None:
+    def _add(self, gap: _Gap, again_ms: float) -> None:
         """Add the variables and the flow constraints of a gap."""
         variable = self._lp.variable
         count = len(self._starts)
@@ -288,16 +284,16 @@ class _Relaxation:
         for t, window in enumerate(gap.windows):
             gap.restored.append(prefetched[t : t + 1])
             if prefetched:
-                self._in[window % count].append((prefetched[t], gap.nbytes))
+                self._in[window % count].append((prefetched[t], gap.copied))
             if window in gap.again:
                 gap.recomputed[t] = variable()
                 gap.restored[t].append(gap.recomputed[t])
-                self._run_again(gap, window, gap.recomputed[t])
-        dropped = []
-        if gap.recomputed:  # the fraction of the storage ever dropped without a copy
-            if gap.storage not in self._drops:
-                self._drops[gap.storage] = variable()
-            dropped = [self._drops[gap.storage]]
+                self._compute[window].append((gap.recomputed[t], again_ms))
+        dropped = []  # the fraction that leaves without a copy
+        if gap.recomputed or not gap.used:
+            dropped = [variable()]
+        if gap.recomputed and gap.used:
+            self._drops.setdefault(gap.storage, dropped[0])
             self._require(gap.recomputed.values(), dropped)
         for t, resident in enumerate(gap.resident):
             copied_out = self._copied_out(gap, t)
@@ -306,7 +302,8 @@ class _Relaxation:
                 if prefetched:
                     self._require(copied_out, [prefetched[t]])
             following = gap.resident[t + 1 : t + 2]
-            self._require([resident, *gap.restored[t]], following)
+            if following or gap.used:
+                self._require([resident, *gap.restored[t]], following)
 
     def _require(self, more: Iterable[int], less: Sequence[int] = ()) -> None:
         """Require a sum of variables to be at least that of others, or at least 1."""
@@ -331,59 +328,36 @@ class _Relaxation:
         for window in possible:
             if window not in outs:
                 outs[window] = self._lp.variable()
-                self._out[window].append((outs[window], gap.nbytes))
+                self._out[window].append((outs[window], gap.copied))
         return [outs[window] for window in possible]
 
-    def _run_again(self, gap: _Gap, window: int, variable: int) -> None:
-        """Add the time of recomputing a storage in a window.
+    def _chain(self, gap: _Gap) -> tuple[float, list[str]]:
+        """Return the least time of recomputing a storage in a gap, and what is read.
 
-        Of the nodes of its chain alone only the last is charged: with all of them, a
-        plan of ResNet-50 was faster than the bound. Nodes shared with other chains have
-        run at least once by then.
+        A node whose inputs were overwritten since cannot run again: its result is kept.
         """
-        graph = self._graph
-        producer = graph.producers[gap.storage].name
-        last = ""
-        for name in self._chains.get(gap.storage, (producer,)):
-            first = graph.positions[name]
-            read = {graph.storages[t] for t in graph.nodes[first].inputs}
-            changed = any(
-                first < at <= gap.before and not read.isdisjoint(storages)
-                for at, storages in graph.overwritten.items()
+        graph, profile = self._graph, self._request.profile
+        ms, needed = 0.0, {gap.storage}
+        for position, node in self._again.chains.get(gap.storage, ()):
+            read = {graph.storages[name] for name in node.inputs}
+            known = gap.storage in node.outputs or not any(
+                position < at <= gap.before
+                for storage in read
+                for at in self._overwritten.get(storage, ())
             )
-            if name in self._shared:
-                if not changed:
-                    self._require(self._runs_until(name, window), [variable])
-            elif name == producer or not changed:
-                last = name
-        if last:
-            self._compute[window].append((variable, self._again_ms(last)))
+            if known and not needed.isdisjoint(node.outputs):
+                ms += profile.recompute_ms.get(node.name, self._ms[node.name])
+                needed |= read
+        return ms, sorted(needed - {gap.storage})
 
-    def _runs_until(self, node: str, window: int) -> list[int]:
-        """Return the variables of a node's second run by the end of a window."""
-        runs = self._runs.setdefault(node, {})
-        for w in range(self._first, window + 1):
-            if w not in runs:
-                runs[w] = self._lp.variable(math.inf)
-                self._compute[w].append((runs[w], self._again_ms(node)))
-        return [variable for w, variable in runs.items() if w <= window]
-
-    def _again_ms(self, node: str) -> float:
-        """Return the least time of recomputing a node."""
-        return self._request.profile.recompute_ms.get(node, self._ms[node])
-
-    def _add_recompute_inputs(self) -> None:
+    def _add_recompute_inputs(self, gap: _Gap, read: Iterable[str]) -> None:
         """Require saved inputs of recomputation to be resident."""
-        for name, gaps in self._gaps.items():
-            for parent in self._parents.get(name, ()):
-                for gap, above in itertools.product(gaps, self._gaps.get(parent, ())):
-                    for t, variable in gap.recomputed.items():
-                        if gap.windows[t] in above.windows[1:]:
-                            at = above.windows.index(gap.windows[t])
-                            restored = above.restored[at - 1] + above.restored[at]
-                            self._require(
-                                [above.resident[at - 1], *restored], [variable]
-                            )
+        for above in itertools.chain(*(self._gaps.get(name, ()) for name in read)):
+            for t, variable in gap.recomputed.items():
+                if gap.windows[t] in above.windows[1:]:
+                    at = above.windows.index(gap.windows[t])
+                    restored = above.restored[at - 1] + above.restored[at]
+                    self._require([above.resident[at - 1], *restored], [variable])
 
     def _add_memory(self) -> None:
         """Require resident bytes and workspaces at every node to fit the budget."""
