@@ -317,11 +317,12 @@ class StepModel:
         return frozenset(found)
 
     def _choose(self) -> None:
-        """Choose the tensors to decide about: saved ones and results of blocks."""
-        ends = self._block_ends()
+        """Choose the tensors to decide about: saved, narrow, and results of blocks."""
+        ends, narrow = self._block_ends(), self.request.again.narrow
         for tensor in self.tensors.values():
             ends_block = tensor.name in ends and len(tensor.chain) > 1
-            tensor.decided = bool(tensor.places) and (bool(tensor.back) or ends_block)
+            worth = bool(tensor.back) or ends_block or tensor.name in narrow
+            tensor.decided = bool(tensor.places) and worth
 
     def kept_range(self, tensor: _Tensor) -> tuple[int, int]:
         """Return the positions, end excluded, that a tensor is only kept for."""

@@ -16,7 +16,12 @@ from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import PLACEMENTS, STATIC, VIRTUAL
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.graph.inplace import in_place_with_uses
-from mucudnn.passes.graph.rematerialize import Insertions, Rematerializer
+from mucudnn.passes.graph.rematerialize import (
+    Again,
+    Insertions,
+    Rematerializer,
+    what_runs_again,
+)
 from mucudnn.passes.liveness import ALIGNMENT, Touches, Use, rounded, uses_of
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import (
@@ -324,6 +329,11 @@ class StepRequest:
             known.candidates = candidates_of(self)
         return known.candidates
 
+    @property
+    def again(self) -> Again:
+        """What runs again to recompute saved tensors; found once."""
+        return self._rewriter.again
+
     @cached_property
     def _rewriter(self) -> "Rewriter":
         return Rewriter(self.graph, self.profile)
@@ -476,6 +486,11 @@ class Rewriter:
                 self._known.popitem(last=False)
         self._known.move_to_end(again)
         return self._known[again]
+
+    @cached_property
+    def again(self) -> Again:
+        """What runs again to recompute the graph's saved tensors."""
+        return what_runs_again(self._rematerialize.graph)
 
     @cached_property
     def _unsaved(self) -> frozenset[str]:

@@ -51,6 +51,7 @@ from mucudnn.passes.residency.candidates import (
     blockwise,
     by_cost,
     initial_residencies,
+    narrow_changes,
     paged_family,
     policy_residencies,
     recomputed_family,
@@ -66,12 +67,15 @@ Residencies = Mapping[str, Residency]
 _OTHERS = Residency.KEEP, Residency.PAGE
 """Residencies of all bytes that a rule does not name."""
 
-_ROUNDS = ((6, 40), (3, 60), (2, 100), (1, 200))
+_ROUNDS = ((4, 40), (2, 60), (1, 100), (1, 200))
 """Plans that are improved side by side, and the changes of each that are tried."""
 
 _SLOWER_START, _SLOWER = 1.1, 1.04
 """Factors on the fastest plan above which another one is not improved: before the first
 round, and before the others."""
+
+_NARROW_PLANS = 3
+"""Plans whose changes also keep narrow results; see `Again`."""
 
 _FAR = 1.1
 """Factor on the lower bound above which evictions are tried as well."""
@@ -171,20 +175,25 @@ def _search_locally(
         starts += itertools.islice(others, _WORK // nodes)
     graph = request.graph
     orders = [list(changes_of(graph, candidates, mixed=m)) for m in (False, True)]
+    narrow = list(narrow_changes(graph, request.again))
+    pairs = itertools.zip_longest(orders[1], narrow)
+    with_narrow = [change for pair in pairs for change in pair if change]
     far = nodes <= MOST_NODES and best.step_ms > _FAR * bound.step_ms
     least_bytes, _ = request.need(begin[-1])
     evicted = evicted_family(request, best.step_ms, least_bytes) if far else []
     paged = paged_family(by_cost(candidates)) if far or not rounded else []
+    most = rounds[0][0]
     first, climbs, *slow = (
         [
-            Climb(request.scheduled(scheduler), orders[i % 2], residency)
+            Climb(request.scheduled(scheduler), tries[i % len(tries)], residency)
             for i, (scheduler, residency) in enumerate(_fastest(request, tried, count))
         ]
-        for tried, count in (
-            (rounded, 1),
-            (starts, rounds[0][0]),
-            (evicted, rounds[0][0]),
-            (paged, rounds[0][0]),
+        for tried, count, tries in (
+            (rounded, 1, orders),
+            (starts, most, orders),
+            (evicted, most, orders),
+            (paged, most, orders),
+            ([*rounded, *starts] if narrow else (), _NARROW_PLANS, (with_narrow,)),
         )
     )
     fewer = min(1.0, _NODES / nodes)
