@@ -27,12 +27,12 @@ def backend(chunk_bytes=4096):
 def trained(**more):
     """A residual network for a few steps: all that is told of it."""
     graphs = [
-        get_model("resnet20")(8, image=8, classes=3, training=training)
+        get_model("resnet20")(8, image=16, classes=3, training=training)
         for training in (True, False)
     ]
     tuner = tuner_of(backend())
     rng = np.random.default_rng(0)
-    images = rng.standard_normal((8 * STEPS, 3, 8, 8), dtype="f4")
+    images = rng.standard_normal((8 * STEPS, 3, 16, 16), dtype="f4")
     labels = rng.integers(0, 3, len(images))
     with Trainer(*graphs, tuner=tuner, optimizer="momentum", **more) as made:
         rows = [slice(8 * i, 8 * i + 8) for i in range(STEPS)]

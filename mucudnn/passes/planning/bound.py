@@ -42,7 +42,7 @@ from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling.problem import first_plans
 
 MOST_GAPS = 1300
-"""Gaps up to which the program is solved as a part of planning, in about two seconds."""
+"""Gaps up to which the program is solved as a part of planning, in two seconds."""
 
 _WINDOWS, _FEW_WINDOWS = 16, 4
 """Number of windows of a small step, and of a large one. Many windows take longer, and
