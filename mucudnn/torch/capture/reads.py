@@ -479,23 +479,14 @@ class ReadRecorder:
         """Note what the gradient of an operation, such as "my::op", may read."""
         self._take(torch._library.custom_ops.OPDEFS.get(name), name)
 
-    def check_effects(self, effects: Sequence[Effect], leaves: Iterable[Any]) -> None:
+    def check_effects(self, effects: Sequence[Effect]) -> None:
         """Refuse effects that cannot be had again after a run of the captured step.
 
         Raises:
             UnsoundCaptureError: The step keeps an object that it has made, which may
-                hold tensors without data, or a number that only a run has. Or it gives
-                a module a parameter, which thereby has two names.
+                hold tensors without data, or a number that only a run has.
         """
-        modules = {id(vars(module)) for module in self._modules}
-        parameters = set(map(id, leaves))
         for effect in effects:
-            if id(effect.place.holder) in modules and id(effect.after) in parameters:
-                raise UnsoundCaptureError(
-                    f"the step stores a parameter as {effect.place.label}, which makes "
-                    "that a parameter of the module, too; do so before the first step, "
-                    "or store it in a list"
-                )
             for leaf in pytree.tree_leaves(effect.after):
                 plain = isinstance(leaf, (*_STILL, torch.Tensor, type, Missing))
                 if not plain and id(leaf) not in self._seen:
@@ -1319,7 +1310,7 @@ _SEEN_BASES = (
 
 
 def _is_traced(value: Any) -> bool:
-    own = type(value) is torch.Tensor or isinstance(value, nn.Parameter)
+    own = type(value) is torch.Tensor or issubclass(type(value), nn.Parameter)
     return isinstance(value, torch.Tensor) and not own
 
 

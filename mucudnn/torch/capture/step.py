@@ -9,6 +9,7 @@ capture; decisions that depend on numbers known before a step, such as an optimi
 step count, are recorded as guards.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -377,9 +378,7 @@ class _Tracer:
         held = {**parts.parameters, **parts.buffers}
         named = {id(tensor): name for name, tensor in held.items()}
         functions.stand_ins = {k: (leaves | buffers)[n] for k, n in named.items()}
-        modules = _reparametrize_module(
-            self.root, places_of(self.root, leaves | buffers)
-        )
+        places = places_of(self.root, leaves | buffers)
         with _lent(self.settings.floats, floats):
             batch = list(given)
             functions.batch = frozenset(map(id, batch))
@@ -392,10 +391,10 @@ class _Tracer:
             with (
                 _attributes_kept(held, leaves),
                 _recurrent_lists_kept(self.root),
-                modules,
+                _reparametrize_module(self.root, places),
             ):
                 loss, gradients = self._passes(leaves, batch, scale)
-                self._keep(buffers)
+                self._keep(places, batch)
             groups = self.optimizer.param_groups
             if not is_same(parts.rates, tuple(g.get("lr", 0.0) for g in groups)):
                 raise UnsoundCaptureError(
@@ -410,7 +409,7 @@ class _Tracer:
         last = [tensor.detach() for tensor in (self.made or self.left).values()]
         functions.stand_ins = {}
         self.effects = self.recorder.effects()
-        self.recorder.check_effects(self.effects, leaves.values())
+        self.recorder.check_effects(self.effects)
         beside = self.found, [effect.after for effect in self.effects]
         # The ranks of a sharded step have parts of these only.
         own_tensors = (
@@ -565,22 +564,47 @@ class _Tracer:
         if found is not None:
             rescaled(scale[0], scale[1], found, settings)
 
-    def _keep(self, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _keep(
+        self, places: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> None:
         """Copy tensors that the model has put in a buffer's place to the buffer."""
-        changed = []  # to copy from buffers that are copied to, too
-        for name, buffer in buffers.items():
-            module, _, own = name.rpartition(".")
-            now = self.root.get_submodule(module)._buffers[own]
-            if now is buffer:
+        modules = dict(self.root.named_modules())
+        names = Counter(map(id, places.values()))
+        now: dict[str, torch.Tensor] = {}
+        for name, tensor in places.items():
+            path, _, own = name.rpartition(".")
+            if path not in modules:
+                continue  # which the recorder refuses
+            module, label = modules[path], repr(name.partition(".")[2])
+            new = {**module._parameters, **module._buffers}.get(own)
+            if new is tensor:
+                now[name] = tensor
                 continue
-            if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
-                found = None if now is None else (tuple(now.shape), now.dtype)
-                raise UnsupportedError(
-                    f"the step changes buffer {name.partition('.')[2]!r} to {found}; "
-                    f"it was {(tuple(buffer.shape), buffer.dtype)}, and shape and "
-                    "type must stay the same"
+            if id(tensor) in self.leaves or names[id(tensor)] > 1:
+                raise UnsoundCaptureError(
+                    f"the step replaces {label}, a parameter or a buffer of several "
+                    "names; do so before the first step, or modify it in place"
                 )
-            changed.append((buffer, from_fun(now.detach())))
+            if new is None or (new.shape, new.dtype) != (tensor.shape, tensor.dtype):
+                found = None if new is None else (tuple(new.shape), new.dtype)
+                raise UnsupportedError(
+                    f"the step changes buffer {label} to {found}; it was "
+                    f"{(tuple(tensor.shape), tensor.dtype)}, and shape and type must "
+                    "stay the same"
+                )
+            now[name] = new
+        owners = Counter(map(storage_of, (*now.values(), *batch)))
+        changed = []  # to copy from buffers that are copied to, too
+        for name, value in now.items():
+            if value is places[name]:
+                continue
+            if owners[storage_of(value)] > 1 or not isinstance(value, FunctionalTensor):
+                raise UnsoundCaptureError(
+                    f"the step sets buffer {name.partition('.')[2]!r} to memory of a "
+                    "parameter, the batch, a constant or another buffer, but buffers of "
+                    "planned steps have memory of their own; set it to a clone"
+                )
+            changed.append((places[name], from_fun(value.detach())))
         for buffer, value in changed:
             buffer.copy_(to_fun(value))
 
@@ -811,6 +835,7 @@ def leaf_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         )
     leaf = tensor.detach().requires_grad_(parameter.requires_grad)
     vars(leaf).update(vars(parameter))  # attributes that a user has given it
+    leaf._is_param = True  # to isinstance and to modules  # type: ignore[attr-defined]
     hooks = parameter._backward_hooks if parameter.requires_grad else None
     for hook in (hooks or {}).values():
         leaf.register_hook(hook)
