@@ -33,7 +33,12 @@ from mucudnn.torch.capture.known_values import KnownShapes, known_result, of_kno
 from mucudnn.torch.capture.many_tensor_updates import FUSED, record_fused
 from mucudnn.torch.capture.op_overrides import CountedAverages
 from mucudnn.torch.capture.reads import ReadRecorder, UnsoundCaptureError
-from mucudnn.torch.capture.undeclared_writes import recorded_call, writes_of
+from mucudnn.torch.capture.undeclared_writes import (
+    in_place_on_copy,
+    recorded_call,
+    rounds_in_place,
+    writes_of,
+)
 from mucudnn.torch.distributed.sharding import is_own_collective
 from mucudnn.torch.lowering.lower import CHECKS, DENSE
 from mucudnn.torch.source_lines import (
@@ -109,12 +114,16 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
     Args:
         recorder: Notes what gradients of users' operations read.
         shapes: Values that the batch determines.
+        as_compiled: Whether operations are those that `torch.compile` traces.
     """
 
     supports_higher_order_operators = True  # so that they are refused here
 
-    def __init__(self, recorder: ReadRecorder, shapes: KnownShapes) -> None:
+    def __init__(
+        self, recorder: ReadRecorder, shapes: KnownShapes, *, as_compiled: bool
+    ) -> None:
         super().__init__()
+        self._as_compiled = as_compiled
         self._state = torch.default_generator.get_state()
         self._shapes = shapes
         self._recorder = recorder
@@ -152,6 +161,8 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         if _of_constants(func, args, kwargs):
             # The results belong to the step, which may write them.
             args, kwargs = pytree.tree_map_only(torch.Tensor, to_fun, (args, kwargs))
+        if (rounded := rounds_in_place(func, args)) and not self._as_compiled:
+            return args[0].copy_(in_place_on_copy(rounded)(*args, **kwargs))
         if writes_of(func, args, kwargs) and not func.has_kernel_for_dispatch_key(
             torch._C.DispatchKey.CompositeImplicitAutograd
         ):

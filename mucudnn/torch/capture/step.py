@@ -162,10 +162,10 @@ def capture_step(
         check_optimizer(optimizer)
     watches_calls = False
     while True:
-        mine = loss_fn, optimizer, parts, given, settings, sharding, watches_calls
-        tracer = _Tracer(root, *mine)
+        mine = loss_fn, optimizer, parts, given, settings, sharding, as_compiled
+        tracer = _Tracer(root, *mine, watches_calls)
         try:
-            captured = _trace(tracer, values, size, results, keeps_effects, as_compiled)
+            captured = _trace(tracer, values, size, results, keeps_effects)
         except UnsoundCaptureError:
             if watches_calls or not tracer.recorder.may_be_unread:
                 raise
@@ -182,7 +182,6 @@ def _trace(
     size: int | None,
     results: KernelResults | None,
     keeps_effects: bool,
-    as_compiled: bool,
 ) -> CapturedStep:
     """Record one step; `capture_step` says what the arguments are."""
     parts, optimizer = tracer.parts, tracer.optimizer
@@ -226,7 +225,7 @@ def _trace(
             torch.enable_grad(),
             # The recorder watches calls of this thread only.
             torch.autograd.set_multithreading_enabled(False),
-            enable_python_dispatcher() if as_compiled else nullcontext(),
+            enable_python_dispatcher() if tracer.as_compiled else nullcontext(),
             saying_where(),
             without_wrapped_functions(),
         ):
@@ -297,6 +296,7 @@ class _Tracer:
     batch: Batch
     settings: StepSettings
     sharding: Sharding | None
+    as_compiled: bool
     watches_calls: bool
     shapes: KnownShapes = field(init=False)  # of the trace
     gathers: frozenset[str] = frozenset()
@@ -333,8 +333,9 @@ class _Tracer:
         # Tracing disables autocast's cache, so a parameter would be cast at every use,
         # and gradients summed behind the casts back. Tracing restores the flag itself.
         torch.set_autocast_cache_enabled(self._casts_once)
-        functions = StepFunctions(self.averages, self.recorder, self.shapes)
-        refused = RefusedOperations(self.recorder, self.shapes)
+        noted = self.recorder, self.shapes
+        functions = StepFunctions(self.averages, *noted)
+        refused = RefusedOperations(*noted, as_compiled=self.as_compiled)
         with FunctionalTensorMode():
             with refused, functions:
                 mine = [to_fun(tensor) for tensor in flat]

@@ -141,6 +141,33 @@ def functional_variant(function: Any) -> Any:
     return found
 
 
+def rounds_in_place(function: Any, args: Sequence[Any]) -> Any:
+    """Return the overload of a call that PyTorch rounds in its own way in place."""
+    if function._schema.name not in _PRODUCTS or not args[0].is_complex():
+        return None
+    is_number = not isinstance(args[1], torch.Tensor)
+    return function.overloadpacket.Scalar if is_number else function
+
+
+_PRODUCTS = frozenset({"aten::mul_", "aten::div_", "aten::addcmul_"})
+
+
+@functools.cache
+def in_place_on_copy(function: Any) -> Any:
+    """Define an operator that returns what an in-place one makes of a copy."""
+
+    def kernel(given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(given.clone(), *args, **kwargs)
+
+    kernel.__qualname__ = f"copied({function})"  # plans are stored by name
+    schema = str(function._schema).removeprefix("aten::").replace("(a!)", "")
+    name = "copied_" + schema.partition("(")[0].replace(".", "_")
+    LIBRARY.define(f"{name}({schema.partition('(')[2]}")
+    for key in ("CompositeExplicitAutograd", "Meta"):
+        LIBRARY.impl(name, kernel, key)
+    return getattr(torch.ops.mucudnn, name).default
+
+
 LIBRARY = torch.library.Library("mucudnn", "FRAGMENT")
 """Operators of our own, whose definitions end with this object."""
 
