@@ -239,6 +239,29 @@ stored_weight
 stored_weight_by_another_name
     | layer=nn.Linear(2, 2), a=None | s.a = s.layer.weight; out |
     | sorted(m.state_dict())
+stored_weight_in_place_of_another
+    | layer=nn.Linear(4, 4), last=nn.Linear(4, 4)
+    | out = s.last(s.layer(out)); s.last.weight = s.layer.weight; out
+    | | m.last.weight is m.layer.weight
+stored_weight_in_a_buffer
+    | layer=nn.Linear(4, 4), b=nn.Buffer(torch.zeros(4))
+    | s.b = s.layer.weight.detach()[0]; s.layer(out)
+stored_buffer_in_a_buffer
+    | a=nn.Buffer(torch.zeros(4)), b=nn.Buffer(torch.ones(4))
+    | s.a.add_(1); out = out * s.b; s.b = s.a; out
+stored_constant_in_a_buffer
+    | a=torch.zeros(4), b=nn.Buffer(torch.ones(4)) | s.b = s.a; out | m.b.add_(1) | m.a
+stored_result_in_two_buffers
+    | a=nn.Buffer(torch.zeros(4)), b=nn.Buffer(torch.ones(4))
+    | s.a = out.detach().mean(0); s.b = s.a; out | m.a.zero_()
+stored_result_in_a_buffer_of_two_names
+    | **dict.fromkeys("ab", nn.Buffer(torch.zeros(4)))
+    | s.b = out.detach().mean(0); out | | m.a.sum(), m.b.sum()
+stored_none | layer=nn.Linear(4, 4) | s.layer.bias = None; s.layer(out)
+stored_nothing | layer=nn.Linear(4, 4) | out = s.layer(out); del s.layer.bias; out
+stored_new_parameter
+    | layer=nn.Linear(4, 4)
+    | out = s.layer(out); s.layer.weight = nn.Parameter(s.layer.weight * 2); out
 stored_result_for_its_gradient
     | kept=torch.zeros(4) | out.retain_grad(); s.kept = out; out * 2 | | m.kept.grad
 """)

@@ -568,6 +568,19 @@ def product(out: torch.Tensor) -> torch.Tensor:
     return out * (parts.sin() * parts.detach().t().contiguous().t()).abs().mean()
 
 
+def rotated(out: torch.Tensor) -> torch.Tensor:
+    out = out.t().contiguous().t()
+    out /= out.detach().exp().contiguous()
+    return out.mul_(out.detach().cos().contiguous()).div_(3)
+
+
+def unbiased(layer: nn.Linear, out: torch.Tensor) -> torch.Tensor:
+    bias, layer.bias = layer.bias, None
+    out = layer(out)
+    layer.bias = bias
+    return out + layer.bias if isinstance(layer.bias, nn.Parameter) else out
+
+
 READS = MODULES.replace("{optimizer}", "optimizer=sgd(m), ")
 
 PROGRAMS.table(globals(), READS, "attributes result change")("""
@@ -603,6 +616,14 @@ task_is_switched
     | heads=nn.ModuleDict(zip("ab", two_layers())), task="a"
     | s.heads[s.task](out) | m.task = "b"
 complex_products_round_otherwise_in_place | | product(out) | | is_planned
+complex_tensors_are_changed_in_place
+    | | rotated(torch.complex(out[:7, :3], out[:7, 1:])).abs().mean() * out
+    | | is_planned
+kernel_returns_a_larger_storage
+    | last=nn.ConvTranspose3d(4, 2, 1)
+    | out * s.last(out.repeat(64, 1).reshape(1, 4, 8, 8, 8)).mean() | | is_planned
+parameter_is_lent_to_the_step
+    | last=nn.Linear(4, 4) | unbiased(s.last, out) | | is_planned
 products_with_a_number_round_otherwise_in_place
     | | (out.bfloat16().abs() ** 1.7).float() | | is_planned
 """)

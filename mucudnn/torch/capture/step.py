@@ -602,8 +602,8 @@ class _Tracer:
             if owners[storage_of(value)] > 1 or not isinstance(value, FunctionalTensor):
                 raise UnsoundCaptureError(
                     f"the step sets buffer {name.partition('.')[2]!r} to memory of a "
-                    "parameter, the batch, a constant or another buffer, but buffers of "
-                    "planned steps have memory of their own; set it to a clone"
+                    "parameter, the batch, a constant or another buffer, but planned "
+                    "steps give each buffer its own; set it to a clone"
                 )
             changed.append((places[name], from_fun(value.detach())))
         for buffer, value in changed:

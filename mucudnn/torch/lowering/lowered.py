@@ -76,7 +76,7 @@ class Layout:
     """Layout of a tensor in its storage; strides and offset count elements.
 
     A view may be conjugate or negative: PyTorch sets a flag and computes neither before
-    it has to.
+    it has to. What kernels were seen to return has the bytes of its storage, too.
     """
 
     shape: tuple[int, ...]
@@ -86,6 +86,7 @@ class Layout:
     device: torch.device
     conjugate: bool = False
     negative: bool = False
+    nbytes: int = 0
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout":
@@ -122,9 +123,11 @@ class Layout:
 
     def empty(self) -> torch.Tensor:
         """Return an uninitialized tensor of this shape and these strides."""
-        return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=self.device
-        )
+        kind = {"dtype": self.dtype, "device": self.device}
+        if self.nbytes > self.extent * self.dtype.itemsize:
+            whole = torch.empty(self.nbytes // self.dtype.itemsize, **kind)
+            return whole.as_strided(self.shape, self.stride)
+        return torch.empty_strided(self.shape, self.stride, **kind)
 
 
 @dataclass(frozen=True, slots=True)
