@@ -396,13 +396,13 @@ class _Tracer:
             ):
                 loss, gradients = self._passes(leaves, batch, scale)
                 self._keep(places, batch)
+            self.recorder.in_update = True  # before groups are read
             groups = self.optimizer.param_groups
             if not is_same(parts.rates, tuple(g.get("lr", 0.0) for g in groups)):
                 raise UnsoundCaptureError(
                     "the step changes the learning rate, which its update reads; do so "
                     "outside the step, as with scheduler.step()"
                 )
-            self.recorder.in_update = True
             lent = parameters | buffers
             functions.stand_ins = {key: lent[name] for key, name in named.items()}
             with torch.no_grad(), autocast_off():
