@@ -239,10 +239,6 @@ stored_weight
 stored_weight_by_another_name
     | layer=nn.Linear(2, 2), a=None | s.a = s.layer.weight; out |
     | sorted(m.state_dict())
-stored_weight_in_place_of_another
-    | layer=nn.Linear(4, 4), last=nn.Linear(4, 4)
-    | out = s.last(s.layer(out)); s.last.weight = s.layer.weight; out
-    | | m.last.weight is m.layer.weight
 stored_weight_in_a_buffer
     | layer=nn.Linear(4, 4), b=nn.Buffer(torch.zeros(4))
     | s.b = s.layer.weight.detach()[0]; s.layer(out)

@@ -570,42 +570,40 @@ class _Tracer:
     ) -> None:
         """Copy tensors that the model has put in a buffer's place to the buffer."""
         modules = dict(self.root.named_modules())
-        names = Counter(map(id, places.values()))
-        now: dict[str, torch.Tensor] = {}
-        for name, tensor in places.items():
+        found: dict[str, Any] = {}
+        for name in places:
             path, _, own = name.rpartition(".")
-            if path not in modules:
-                continue  # which the recorder refuses
-            module, label = modules[path], repr(name.partition(".")[2])
-            new = {**module._parameters, **module._buffers}.get(own)
-            if new is tensor:
-                now[name] = tensor
+            if path in modules:  # the recorder refuses that one is gone
+                held = modules[path]._parameters | modules[path]._buffers
+                found[name] = held.get(own)
+        names = Counter(map(id, places.values()))
+        memory = Counter(
+            storage_of(t) for t in (*found.values(), *batch) if t is not None
+        )
+        changed = []  # to copy from buffers that are copied to, too
+        for name, now in found.items():
+            buffer, label = places[name], repr(name.partition(".")[2])
+            if now is buffer:
                 continue
-            if id(tensor) in self.leaves or names[id(tensor)] > 1:
+            if id(buffer) in self.leaves or names[id(buffer)] > 1:
                 raise UnsoundCaptureError(
                     f"the step replaces {label}, a parameter or a buffer of several "
                     "names; do so before the first step, or modify it in place"
                 )
-            if new is None or (new.shape, new.dtype) != (tensor.shape, tensor.dtype):
-                found = None if new is None else (tuple(new.shape), new.dtype)
+            if now is None or (now.shape, now.dtype) != (buffer.shape, buffer.dtype):
+                new = None if now is None else (tuple(now.shape), now.dtype)
                 raise UnsupportedError(
-                    f"the step changes buffer {label} to {found}; it was "
-                    f"{(tuple(tensor.shape), tensor.dtype)}, and shape and type must "
+                    f"the step changes buffer {label} to {new}; it was "
+                    f"{(tuple(buffer.shape), buffer.dtype)}, and shape and type must "
                     "stay the same"
                 )
-            now[name] = new
-        owners = Counter(map(storage_of, (*now.values(), *batch)))
-        changed = []  # to copy from buffers that are copied to, too
-        for name, value in now.items():
-            if value is places[name]:
-                continue
-            if owners[storage_of(value)] > 1 or not isinstance(value, FunctionalTensor):
+            if memory[storage_of(now)] > 1 or not isinstance(now, FunctionalTensor):
                 raise UnsoundCaptureError(
-                    f"the step sets buffer {name.partition('.')[2]!r} to memory of a "
-                    "parameter, the batch, a constant or another buffer, but planned "
-                    "steps give each buffer its own; set it to a clone"
+                    f"the step sets buffer {label} to memory of a parameter, the "
+                    "batch, a constant or another buffer, but planned steps give each "
+                    "buffer its own; set it to a clone"
                 )
-            changed.append((places[name], from_fun(value.detach())))
+            changed.append((buffer, from_fun(now.detach())))
         for buffer, value in changed:
             buffer.copy_(to_fun(value))
 
