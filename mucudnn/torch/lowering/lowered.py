@@ -123,11 +123,10 @@ class Layout:
 
     def empty(self) -> torch.Tensor:
         """Return an uninitialized tensor of this shape and these strides."""
-        kind = {"dtype": self.dtype, "device": self.device}
-        if self.nbytes > self.extent * self.dtype.itemsize:
-            whole = torch.empty(self.nbytes // self.dtype.itemsize, **kind)
-            return whole.as_strided(self.shape, self.stride)
-        return torch.empty_strided(self.shape, self.stride, **kind)
+        least = self.extent - self.offset
+        elements = max(self.nbytes // self.dtype.itemsize, least)
+        whole = torch.empty(elements, dtype=self.dtype, device=self.device)
+        return whole.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
