@@ -301,6 +301,7 @@ class _Tracer:
     shapes: KnownShapes = field(init=False)  # of the trace
     gathers: frozenset[str] = frozenset()
     sums: set[str] = field(default_factory=set)
+    order: list[str] = field(default_factory=list)  # of gradients, as they come
     forward: set[str] = field(default_factory=set)
     backward: set[str] = field(default_factory=set)
     leaves: frozenset[int] = frozenset()  # by identity
@@ -374,6 +375,9 @@ class _Tracer:
             # Leaves are operations of the graph, too, which read what is gathered.
             self.gathers = _names_now() - sent
             self.forward |= _names_now() - before
+            for name, leaf in leaves.items():
+                if leaf.requires_grad:
+                    leaf.register_hook(lambda _, name=name: self.order.append(name))
         # A loss may hold parameters themselves, for instance to add their norms, and an
         # optimizer's hook their gradients.
         held = {**parts.parameters, **parts.buffers}
@@ -454,10 +458,6 @@ class _Tracer:
         """Run forward and backward, micro-batch by micro-batch."""
         trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         gradients: Gradients = dict.fromkeys(trained)
-        order: list[str] = []
-        if self.sharding is not None:
-            for name, leaf in trained.items():
-                leaf.register_hook(lambda _, name=name: order.append(name))
         total: torch.Tensor | None = None
         extras = []
         before = _names_now()
@@ -475,8 +475,8 @@ class _Tracer:
             if self.sharding is not None:
                 behind = _names_now()
                 with torch.no_grad(), autocast_off():
-                    found_now = self.sharding.reduced(found_now, order, leaves)
-                order.clear()
+                    found_now = self.sharding.reduced(found_now, self.order, leaves)
+                self.order.clear()
                 self.sums |= _names_now() - behind
             gradients = added(gradients, found_now)
             total = loss.detach() if total is None else total + loss.detach()
