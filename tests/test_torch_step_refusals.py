@@ -4,7 +4,6 @@ import copy
 import inspect
 import logging
 import pickle
-import random
 import re
 import threading
 import warnings
@@ -21,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import mucudnn.torch as mt
 from mucudnn.errors import UnsupportedError
 from tests.torch_step_cases import Whole
-from tests.torch_steps import least_bytes
 
 pytestmark = [
     pytest.mark.torch,
@@ -152,100 +150,6 @@ def test_sparse_gradients_are_refused():
     model = nn.Embedding(8, 4, sparse=True)
     with pytest.raises(UnsupportedError, match="sparse=False"):
         step_of(model, lambda out: out.sum())(torch.tensor([1, 2]))
-
-
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.count = nn.Linear(4, 1), 0
-
-    def forward(self, x):
-        self.count += 1
-        return self.linear(x).sum() * self.count
-
-
-class Late(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-        self.register_buffer("mask", None)
-
-    def forward(self, x):
-        if self.mask is None:
-            self.mask = torch.ones(4)
-        return self.linear(x * self.mask).sum()
-
-
-class Consuming(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.numbers = nn.Linear(4, 1), iter(range(1, 9))
-
-    def forward(self, x):
-        return self.linear(x).sum() * next(self.numbers)
-
-
-def trained(kind, step_from, steps=6):
-    torch.manual_seed(0)
-    random.seed(0)
-    model = kind()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = step_from(model, optimizer)
-    losses = [step(torch.randn(2, 4)).item() for _ in range(steps)]
-    return losses, model
-
-
-def eager_step(model, optimizer):
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [(Consuming, "Consuming.numbers is a builtins.range_iterator"), (Late, "'mask'")],
-)
-def test_what_cannot_be_guarded_is_refused_within_a_budget(kind, reason):
-    model = kind()
-    before = dict(vars(model), _buffers=dict(model._buffers))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    tight = mt.train_step(
-        model, lambda out: out, optimizer, budget="100MiB", cache=None
-    )
-    with pytest.raises(UnsupportedError, match=reason):
-        tight(torch.randn(2, 4))
-    assert vars(model) == before
-    allowed = mt.train_step(
-        model,
-        lambda out: out,
-        optimizer,
-        budget="100MiB",
-        cache=None,
-        fallback="eager",
-    )
-    with pytest.warns(UserWarning, match=f"eager mode: .*{reason}"):
-        allowed(torch.randn(2, 4))
-
-
-def test_a_counter_within_a_budget_is_captured_at_every_step():
-    def step_from(model, optimizer):
-        def within(budget):
-            return mt.train_step(
-                model, lambda out: out, optimizer, budget=budget, cache=None
-            )
-
-        return within(least_bytes(within(2000), torch.ones(2, 4)))
-
-    wanted, _ = trained(Counting, eager_step)
-    with pytest.warns(UserWarning, match=r"captured anew.*Counting\.count"):
-        found, model = trained(Counting, step_from)
-    assert found == wanted
-    assert model.count == 6
 
 
 def printing(out, y):
