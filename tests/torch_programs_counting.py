@@ -42,24 +42,6 @@ def raise_at(number: int, count: int) -> None:
         raise RuntimeError("an error of the loss")
 
 
-class Counter:
-    """A loss that counts in itself, or in its class."""
-
-    count = 0
-
-    def __call__(self, out, y):
-        self.count += 1
-        return entropy(out, y) * late(self.count)
-
-
-class ClassCounter:
-    count = 0
-
-    def __call__(self, out, y):
-        type(self).count += 1
-        return entropy(out, y) * late(type(self).count)
-
-
 LOSSES = """
 def build():
     {made}
@@ -85,6 +67,12 @@ raises_at_its_third_call
     | count = [0] | count[0] += 1; raise_at(3, count[0]); entropy(out, y)
 function_attribute_counter
     | held = lambda: None; held.count = 0
+    | held.count += 1; entropy(out, y) * late(held.count)
+object_counter
+    | held = type("Held", (), {"count": 0})()
+    | held.count += 1; entropy(out, y) * late(held.count)
+class_counter
+    | held = type("Held", (), {"count": 0})
     | held.count += 1; entropy(out, y) * late(held.count)
 loss_that_is_annealed_by_itself
     | rates = {"w": 1.0} | rates["w"] *= 0.5; entropy(out, y) * rates["w"]
@@ -129,13 +117,6 @@ calls_are_counted_for_a_log
 """)
 
 counts = functools.partial(PROGRAMS, changes_in_step=True)
-counts(lambda: trained(nn.Linear(6, 4), loss_fn=Counter()), name="object_counter")
-
-
-@counts
-def class_counter() -> Training:
-    return trained(nn.Linear(6, 4), loss_fn=type("Loss", (ClassCounter,), {})())
-
 
 READS = """
 def build():

@@ -143,13 +143,11 @@ def functional_variant(function: Any) -> Any:
 
 def rounds_in_place(function: Any, args: Sequence[Any]) -> Any:
     """Return the overload of a call that PyTorch rounds in its own way in place."""
-    if function._schema.name not in _PRODUCTS or not args[0].is_complex():
+    products = "aten::mul_", "aten::div_", "aten::addcmul_"
+    if function._schema.name not in products or not args[0].is_complex():
         return None
     is_number = not isinstance(args[1], torch.Tensor)
     return function.overloadpacket.Scalar if is_number else function
-
-
-_PRODUCTS = frozenset({"aten::mul_", "aten::div_", "aten::addcmul_"})
 
 
 @functools.cache

@@ -123,9 +123,12 @@ class Layout:
 
     def empty(self) -> torch.Tensor:
         """Return an uninitialized tensor of this shape and these strides."""
-        least = self.extent - self.offset
-        elements = max(self.nbytes // self.dtype.itemsize, least)
-        whole = torch.empty(elements, dtype=self.dtype, device=self.device)
+        kind, device = self.dtype, self.device
+        if not self.nbytes:
+            return torch.empty_strided(
+                self.shape, self.stride, dtype=kind, device=device
+            )
+        whole = torch.empty(self.nbytes // kind.itemsize, dtype=kind, device=device)
         return whole.as_strided(self.shape, self.stride)
 
 
