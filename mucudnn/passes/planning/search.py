@@ -67,7 +67,7 @@ Residencies = Mapping[str, Residency]
 _OTHERS = Residency.KEEP, Residency.PAGE
 """Residencies of all bytes that a rule does not name."""
 
-_ROUNDS = ((4, 40), (2, 60), (1, 100), (1, 200))
+_ROUNDS = ((5, 40), (2, 60), (1, 100), (1, 200))
 """Plans that are improved side by side, and the changes of each that are tried."""
 
 _SLOWER_START, _SLOWER = 1.1, 1.04
