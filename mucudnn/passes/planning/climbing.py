@@ -170,6 +170,12 @@ def try_changes(changes: Iterable[Change], state: SearchState) -> None:
         state.consider({**state.residency, **dict(change)})
 
 
+def in_turn(some: Iterable[Change], others: Iterable[Change]) -> Iterator[Change]:
+    """Yield changes of both in turn, as long as there are any."""
+    pairs = itertools.zip_longest(some, others, fillvalue=())
+    return filter(None, itertools.chain.from_iterable(pairs))
+
+
 def changes_of(
     graph: Graph, candidates: Sequence[Candidate], *, mixed: bool = False
 ) -> Iterator[Change]:
@@ -208,8 +214,7 @@ def _every_change(
     single = same_changes([*others, [EVERYTHING], [PERSISTENTS]])
     grouped = group_changes(graph, candidates)
     if mixed:
-        pairs = itertools.zip_longest(grouped, single)
-        yield from (change for pair in pairs for change in pair if change)
+        yield from in_turn(grouped, single)
     else:
         yield from itertools.chain(grouped, single)
     yield from single_changes([*itertools.chain(*sliced)])

@@ -35,7 +35,13 @@ from dataclasses import replace
 
 from mucudnn.errors import PlanningError
 from mucudnn.passes.planning.bound import LowerBound, lower_bound
-from mucudnn.passes.planning.climbing import Climb, SearchState, changes_of, closer
+from mucudnn.passes.planning.climbing import (
+    Climb,
+    SearchState,
+    changes_of,
+    closer,
+    in_turn,
+)
 from mucudnn.passes.planning.eviction import MOST_NODES, evicted_family
 from mucudnn.passes.planning.program import fill
 from mucudnn.passes.planning.request import (
@@ -67,7 +73,7 @@ Residencies = Mapping[str, Residency]
 _OTHERS = Residency.KEEP, Residency.PAGE
 """Residencies of all bytes that a rule does not name."""
 
-_ROUNDS = ((5, 40), (2, 60), (1, 100), (1, 200))
+_ROUNDS = ((5, 40), (3, 60), (1, 100), (1, 200))
 """Plans that are improved side by side, and the changes of each that are tried."""
 
 _SLOWER_START, _SLOWER = 1.1, 1.04
@@ -75,7 +81,8 @@ _SLOWER_START, _SLOWER = 1.1, 1.04
 round, and before the others."""
 
 _NARROW_PLANS = 3
-"""Plans whose changes also keep narrow results; see `Again`."""
+"""Plans whose changes also keep narrow results; see `Again`. In larger steps these
+change nothing that the program has not found."""
 
 _FAR = 1.1
 """Factor on the lower bound above which evictions are tried as well."""
@@ -175,10 +182,10 @@ def _search_locally(
         starts += itertools.islice(others, _WORK // nodes)
     graph = request.graph
     orders = [list(changes_of(graph, candidates, mixed=m)) for m in (False, True)]
-    narrow = list(narrow_changes(graph, request.again))
-    pairs = itertools.zip_longest(orders[1], narrow)
-    with_narrow = [change for pair in pairs for change in pair if change]
-    far = nodes <= MOST_NODES and best.step_ms > _FAR * bound.step_ms
+    small = nodes <= MOST_NODES
+    narrow = list(narrow_changes(graph, request.again)) if small else []
+    with_narrow = list(in_turn(orders[1], narrow))
+    far = small and best.step_ms > _FAR * bound.step_ms
     least_bytes, _ = request.need(begin[-1])
     evicted = evicted_family(request, best.step_ms, least_bytes) if far else []
     paged = paged_family(by_cost(candidates)) if far or not rounded else []
