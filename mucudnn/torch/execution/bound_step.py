@@ -263,7 +263,8 @@ class Halves:
         backward: The rest.
         kept: The values that the forward half returns for the backward half.
         private: Position of one of them that is in memory of its own until the backward
-            pass: neither input nor result, and not on the host. None if there is none.
+            pass: neither input nor result nor overwritten by a gradient, and not on
+            the host. None if there is none.
     """
 
     forward: Segment
@@ -318,7 +319,7 @@ def bind_halves(
     ]
     backward = program.end_segment(results)
     storages, given = schedule.graph.storages, frozenset(lowered.inputs)
-    others = {*given, *forward_results, *lowered.constants}
+    others = {*given, *lowered.results, *lowered.constants}
     shared = {storages.get(name) for name in others if isinstance(name, str)}
     private = (
         i
