@@ -21,7 +21,7 @@ from mucudnn.models import get_model
 from mucudnn.passes import linear_program
 from mucudnn.passes.estimate import estimate
 from mucudnn.passes.graph.autodiff import training_graph
-from mucudnn.passes.graph.rematerialize import Rematerializer, what_runs_again
+from mucudnn.passes.graph.rematerialize import Rematerializer, recompute_chains
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.linear_program import LinearProgram
 from mucudnn.passes.liveness import ALIGNMENT
@@ -288,22 +288,22 @@ def test_results_that_are_smaller_or_needed_twice_are_narrow():
     twice = g.linear(y, 64)
     y = g.add(g.tanh(twice), g.sigmoid(twice))
     loss = g.mean_squared_error(y, g.input("t", (8, 64)))
-    again = what_runs_again(graph := training_graph(g.build(loss)))
-    assert again.wide == {
+    found = recompute_chains(graph := training_graph(g.build(loss)))
+    assert found.wide == {
         small: {"concat"},
         twice: {"tanh.1", "sigmoid"},
     }
     last = max(graph.reads["tanh.1"][-1], graph.reads["sigmoid"][-1])
-    assert again.narrow == {small: graph.reads["concat"][-1], twice: last}
+    assert found.narrow == {small: graph.reads["concat"][-1], twice: last}
     chains = {
-        name: [node.op for _, node in chain] for name, chain in again.chains.items()
+        name: [node.op for _, node in chain] for name, chain in found.chains.items()
     }
     assert chains["concat"] == ["concat"]
     assert chains["tanh"] == ["tanh", "bias", "matmul"]
     assert chains["tanh.1"] == ["tanh"]
     assert chains[twice] == ["bias", "matmul"]
     size = graph.tensors[small].nbytes
-    assert small not in what_runs_again(graph, size + 1).narrow
+    assert small not in recompute_chains(graph, size + 1).narrow
 
 
 def test_copies_of_small_tensors_transfer_no_more_than_their_bytes():
@@ -336,7 +336,7 @@ def test_a_dense_network_keeps_what_it_concatenates(short_search):
     plan = plan_step(free.within(least + int(0.3 * (most - least))))
     assert plan.gap < 0.03  # 0.06 with saved tensors alone
     kept = {Residency.KEEP, Residency.OFFLOAD}
-    assert any(plan.residency.get(name) in kept for name in free.again.narrow)
+    assert any(plan.residency.get(name) in kept for name in free.chains.narrow)
 
 
 def test_below_every_operand_nothing_fits():

@@ -18,12 +18,18 @@ from tests.torch_steps import TinyGPT, build, least_bytes, real_peak, token_loss
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
-def convolutions():
-    model = nn.Sequential(
+def two_layers():
+    return [
         nn.Conv2d(3, 8, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(8, 8, 3, padding=1, groups=2),
         nn.GELU(),
+    ]
+
+
+def convolutions():
+    model = nn.Sequential(
+        *two_layers(),
         nn.MaxPool2d(2),
         nn.GroupNorm(2, 8),
         nn.Conv2d(8, 8, 3),
@@ -74,10 +80,7 @@ def recurrent(normed):
 
 def chain():
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, padding=1, groups=2),
-        nn.GELU(),
+        *two_layers(),
         nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False),
         nn.LeakyReLU(),
         nn.Conv2d(8, 8, 3, dilation=2, padding=2),

@@ -238,6 +238,15 @@ class Graph:
         return found
 
     @cached_property
+    def overwriting(self) -> Mapping[str, tuple[int, ...]]:
+        """Storage -> positions of the nodes that replace its contents, ascending."""
+        found: dict[str, tuple[int, ...]] = {}
+        for position, storages in self.overwritten.items():
+            for storage in storages:
+                found[storage] = (*found.get(storage, ()), position)
+        return found
+
+    @cached_property
     def immovable(self) -> frozenset[str]:
         """Storages that are never offloaded: borrowed ones, immovable results."""
         fixed = (node for node in self.nodes if not node.traits.movable)

@@ -150,15 +150,6 @@ class Rematerializer:
         }
 
     @cached_property
-    def overwriting(self) -> Mapping[str, tuple[int, ...]]:
-        """Positions of the nodes that overwrite each storage, ascending."""
-        found: dict[str, tuple[int, ...]] = {}
-        for position, names in self.graph.overwritten.items():
-            for storage in names:
-                found[storage] = (*found.get(storage, ()), position)
-        return found
-
-    @cached_property
     def changing(self) -> Mapping[str, tuple[int, tuple[str, ...]]]:
         """Position of each tensor's producer, and its inputs that are ever overwritten.
 
@@ -328,7 +319,7 @@ class _Rewriter:
         return any(
             first <= position < self._now
             for storage in storages
-            for position in self._facts.overwriting[storage]
+            for position in self._graph.overwriting[storage]
         )
 
     def _copy(self, node: Node, inputs: tuple[str, ...], known: dict[str, str]) -> None:
@@ -412,18 +403,18 @@ def recompute_ms(
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """What runs again to recompute the saved tensors of a graph.
+class RecomputeChains:
+    """Recompute chains and narrow results of a training graph.
 
     Most intermediate results are needed for one saved tensor only, and run again with
     it. *Narrow* results may be kept instead: those that are smaller than the saved
     tensor, such as the inputs of a concatenation, or that several of them need.
 
     Attributes:
-        chains: Saved or narrow tensor -> positions and nodes that run again for it, the
-            last first. What they read is saved, narrow, kept anyway, or made by them.
-        narrow: Narrow result -> the last position at which a tensor is needed that is
-            recomputed from it.
+        chains: Saved or narrow tensor -> positions and nodes that recompute it, the
+            last first. Their inputs are saved, narrow, or results of the same chain.
+        narrow: Narrow result -> the last position at which a tensor recomputed from it
+            is used.
         wide: Narrow result -> the saved tensors that are recomputed from it.
     """
 
@@ -432,14 +423,15 @@ class Again:
     wide: Mapping[str, frozenset[str]]
 
 
-def what_runs_again(graph: Graph, least_bytes: float = 0.0) -> Again:
+def recompute_chains(graph: Graph, least_bytes: float = 0.0) -> RecomputeChains:
     """Find the recompute chains and the narrow results of a graph.
 
     Of a node with several results, only the chain of the largest includes it.
 
     Args:
         graph: A training graph.
-        least_bytes: Size below which narrow results need no room, and are kept anyway.
+        least_bytes: Size below which narrow results are neglected: they end a chain
+            like kept tensors.
     """
     saved = {tensor.name: tensor for tensor in saved_tensors(graph)}
     size = {name: spec.nbytes for name, spec in graph.tensors.items()}
@@ -471,7 +463,7 @@ def what_runs_again(graph: Graph, least_bytes: float = 0.0) -> Again:
             for storage in (graph.storages[name] for name in again.inputs):
                 if storage not in saved:
                     owners.setdefault(storage, set()).add(owner)
-    return Again(chains, narrow, {name: wide[name] for name in narrow})
+    return RecomputeChains(chains, narrow, {name: wide[name] for name in narrow})
 
 
 def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bool:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node, Phase
-from mucudnn.passes.graph.rematerialize import saved_tensors, what_runs_again
+from mucudnn.passes.graph.rematerialize import recompute_chains, saved_tensors
 from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.linear_program import LinearProgram, solver_errors
 from mucudnn.passes.liveness import Use, rounded, uses_of
@@ -162,12 +162,8 @@ class _Relaxation:
         self._out: list[Terms] = [[] for _ in range(count)]
         self._in: list[Terms] = [[] for _ in range(count)]
         self._outs: dict[str, dict[int, int]] = {}
-        self._overwritten: dict[str, list[int]] = {}
-        for position, storages in self._graph.overwritten.items():
-            for storage in storages:
-                self._overwritten.setdefault(storage, []).append(position)
         self._drops: dict[str, int] = {}
-        self._again = what_runs_again(self._graph, _SMALL * request.budget)
+        self._recompute = recompute_chains(self._graph, _SMALL * request.budget)
         self._gaps: dict[str, list[_Gap]] = {}
         for gap in self._all_gaps():
             self._gaps.setdefault(gap.storage, []).append(gap)
@@ -230,7 +226,10 @@ class _Relaxation:
         for use in uses_of(self._graph).values():
             if not use.persistent:
                 if use.nbytes >= _SMALL * self._request.budget:
-                    tail = use.positions[-1], self._again.narrow.get(use.storage, -1)
+                    tail = (
+                        use.positions[-1],
+                        self._recompute.narrow.get(use.storage, -1),
+                    )
                     for after, before in (*use.gaps(), tail):
                         if after < before < count:
                             yield self._of_activation(use, after, before)
@@ -338,12 +337,12 @@ class _Relaxation:
         """
         graph, profile = self._graph, self._request.profile
         ms, needed = 0.0, {gap.storage}
-        for position, node in self._again.chains.get(gap.storage, ()):
+        for position, node in self._recompute.chains.get(gap.storage, ()):
             read = {graph.storages[name] for name in node.inputs}
             known = gap.storage in node.outputs or not any(
                 position < at <= gap.before
                 for storage in read
-                for at in self._overwritten.get(storage, ())
+                for at in graph.overwriting.get(storage, ())
             )
             if known and not needed.isdisjoint(node.outputs):
                 ms += profile.recompute_ms.get(node.name, self._ms[node.name])

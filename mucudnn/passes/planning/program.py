@@ -318,7 +318,7 @@ class StepModel:
 
     def _choose(self) -> None:
         """Choose the tensors to decide about: saved, narrow, and results of blocks."""
-        ends, narrow = self._block_ends(), self.request.again.narrow
+        ends, narrow = self._block_ends(), self.request.chains.narrow
         for tensor in self.tensors.values():
             ends_block = tensor.name in ends and len(tensor.chain) > 1
             worth = bool(tensor.back) or ends_block or tensor.name in narrow

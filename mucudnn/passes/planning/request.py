@@ -17,10 +17,10 @@ from mucudnn.ir.schedule import PLACEMENTS, STATIC, VIRTUAL
 from mucudnn.ir.sizes import parse_bytes
 from mucudnn.passes.graph.inplace import in_place_with_uses
 from mucudnn.passes.graph.rematerialize import (
-    Again,
     Insertions,
+    RecomputeChains,
     Rematerializer,
-    what_runs_again,
+    recompute_chains,
 )
 from mucudnn.passes.liveness import ALIGNMENT, Touches, Use, rounded, uses_of
 from mucudnn.passes.registry import name_of
@@ -330,9 +330,9 @@ class StepRequest:
         return known.candidates
 
     @property
-    def again(self) -> Again:
-        """What runs again to recompute saved tensors; found once."""
-        return self._rewriter.again
+    def chains(self) -> RecomputeChains:
+        """Recompute chains of the graph; found once for all requests of it."""
+        return self._rewriter.chains
 
     @cached_property
     def _rewriter(self) -> "Rewriter":
@@ -488,9 +488,9 @@ class Rewriter:
         return self._known[again]
 
     @cached_property
-    def again(self) -> Again:
-        """What runs again to recompute the graph's saved tensors."""
-        return what_runs_again(self._rematerialize.graph)
+    def chains(self) -> RecomputeChains:
+        """Recompute chains of the graph."""
+        return recompute_chains(self._rematerialize.graph)
 
     @cached_property
     def _unsaved(self) -> frozenset[str]:

@@ -23,7 +23,8 @@ families of starts: those of `eviction.py`, which are tried where all others are
 above the lower bound, and those that page nearly everything (`paged_family`), which are
 tried there and where the program has no solution. They are slow, since copies fill the
 time, but leave convolutions the most memory, and plans of tight budgets come from them.
-So each of them is compared with its own family only, until the end.
+A few plans of small steps try changes that keep narrow results as well. Each of these
+families is compared with its own plans only, until the end.
 """
 
 import itertools
@@ -81,8 +82,8 @@ _SLOWER_START, _SLOWER = 1.1, 1.04
 round, and before the others."""
 
 _NARROW_PLANS = 3
-"""Plans whose changes also keep narrow results; see `Again`. In larger steps these
-change nothing that the program has not found."""
+"""Plans whose changes also keep narrow results; see `RecomputeChains`. In larger
+steps these change nothing that the program has not found."""
 
 _FAR = 1.1
 """Factor on the lower bound above which evictions are tried as well."""
@@ -183,13 +184,13 @@ def _search_locally(
     graph = request.graph
     orders = [list(changes_of(graph, candidates, mixed=m)) for m in (False, True)]
     small = nodes <= MOST_NODES
-    narrow = list(narrow_changes(graph, request.again)) if small else []
+    narrow = list(narrow_changes(graph, request.chains)) if small else []
     with_narrow = list(in_turn(orders[1], narrow))
     far = small and best.step_ms > _FAR * bound.step_ms
     least_bytes, _ = request.need(begin[-1])
     evicted = evicted_family(request, best.step_ms, least_bytes) if far else []
     paged = paged_family(by_cost(candidates)) if far or not rounded else []
-    most = rounds[0][0]
+    side_by_side = rounds[0][0]
     first, climbs, *slow = (
         [
             Climb(request.scheduled(scheduler), tries[i % len(tries)], residency)
@@ -197,9 +198,9 @@ def _search_locally(
         ]
         for tried, count, tries in (
             (rounded, 1, orders),
-            (starts, most, orders),
-            (evicted, most, orders),
-            (paged, most, orders),
+            (starts, side_by_side, orders),
+            (evicted, side_by_side, orders),
+            (paged, side_by_side, orders),
             ([*rounded, *starts] if narrow else (), _NARROW_PLANS, (with_narrow,)),
         )
     )

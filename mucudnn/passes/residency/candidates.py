@@ -11,7 +11,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.ir.graph import Graph
-from mucudnn.passes.graph.rematerialize import Again, is_checkpoint, recompute_ms
+from mucudnn.passes.graph.rematerialize import (
+    RecomputeChains,
+    is_checkpoint,
+    recompute_ms,
+)
 from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.residency import (
     EVERYTHING,
@@ -68,6 +72,7 @@ _CHOICES = (
 """Residencies of changes. Paging is for starts: as a change it hardly ever helps."""
 
 _STAYS = (Residency.OFFLOAD, Residency.KEEP)
+"""Residencies of narrow results from which others are recomputed."""
 
 _LESS = (
     Residency.RECOMPUTE_EACH,
@@ -135,18 +140,18 @@ def group_changes(graph: Graph, candidates: Sequence[Candidate]) -> Iterator[Cha
         yield [(name, choice) for name in names]
 
 
-def narrow_changes(graph: Graph, again: Again) -> Iterator[Change]:
+def narrow_changes(graph: Graph, chains: RecomputeChains) -> Iterator[Change]:
     """Yield residencies of narrow results, and of the tensors recomputed from them.
 
     Those of one operation change together before each of them does, largest first.
     """
-    order = sorted(again.narrow, key=lambda name: -graph.tensors[name].nbytes)
+    order = sorted(chains.narrow, key=lambda name: -graph.tensors[name].nbytes)
     groups: dict[str, list[str]] = {}
     for name in order:
         groups.setdefault(graph.producers[name].op, []).append(name)
     singles = [[name] for name in order]
     for names in [*(g for g in groups.values() if len(g) > 1), *singles]:
-        wide = sorted(frozenset().union(*(again.wide[name] for name in names)))
+        wide = sorted(frozenset().union(*(chains.wide[name] for name in names)))
         for stays, runs in itertools.product(_STAYS, RECOMPUTED_BACKWARD):
             yield [*((n, stays) for n in names), *((w, runs) for w in wide)]
         yield [(name, Residency.RECOMPUTE) for name in names]

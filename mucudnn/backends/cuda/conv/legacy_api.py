@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 from mucudnn.backends.cuda.conv.launch import (
@@ -94,7 +93,7 @@ class LegacyLibrary:
         reasons: dict[str, str] = {}
         nondeterministic = self._nondeterministic(problem)
         algorithms = _KINDS[problem.direction].algorithms
-        bound_in = functools.cache(partial(_Bound, self._calls, problem))
+        bound_in = functools.cache(functools.partial(_Bound, self._calls, problem))
         for (math, suffix), algo in itertools.product(_SUFFIXES.items(), algorithms):
             name, nbytes = f"{algo.name}{suffix}", ctypes.c_size_t()
             try:
