@@ -38,6 +38,8 @@ pytestmark = [
 
 STEPS = 3
 
+LARGER = "in_a_larger_storage"
+
 
 @pytest.fixture(autouse=True)
 def one_thread_and_a_folder_of_its_own(tmp_path_factory, monkeypatch):
@@ -321,7 +323,7 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
 
 
 @pytest.mark.parametrize(
-    "made", [cached, partial(case, "solved"), partial(case, "chosen")]
+    "made", [cached, *(partial(case, n) for n in ("solved", "chosen", LARGER))]
 )
 def test_strides_checks_pivots_and_weights_of_functions_are_known(made):
     expected = compiled(made, sgd)

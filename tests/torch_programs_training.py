@@ -619,9 +619,6 @@ complex_products_round_otherwise_in_place | | product(out) | | is_planned
 complex_tensors_are_changed_in_place
     | | rotated(torch.complex(out[:7, :3], out[:7, 1:])).abs().mean() * out
     | | is_planned
-kernel_returns_a_larger_storage
-    | last=nn.ConvTranspose3d(4, 2, 1)
-    | out * s.last(out.repeat(64, 1).reshape(1, 4, 8, 8, 8)).mean() | | is_planned
 parameter_is_lent_to_the_step
     | last=nn.Linear(4, 4) | unbiased(s.last, out) | | is_planned
 products_with_a_number_round_otherwise_in_place

@@ -206,6 +206,9 @@ a_transposed_dropout
 noisy
     | s.m[0](x) + torch.randn_like(x) * torch.rand(8) + torch.randperm(4)[:, None]
     | linear() | quick
+in_a_larger_storage
+    | s.m[0](x) * s.m[1](x.repeat(64, 1).reshape(1, 4, 8, 8, 8)).mean()
+    | linear(), nn.ConvTranspose3d(4, 2, 1) | quick
 by_a_number | s.m[0](x) * x.abs().max().item() | linear() | quick
 unused | s.m[0](x) | linear(), linear() | quick
 averaged_in_place

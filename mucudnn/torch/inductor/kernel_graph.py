@@ -126,12 +126,11 @@ class KernelGraph:
         sizes = {v: self.tensors[v].nbytes for v in line.operands}
         if any(self.tensors[v].role is Role.STATE for v in line.changes):
             raise NotCompiledError(f"kernel {line.name} of Inductor writes to an input")
-        unknown = [v for v in line.results if v not in line.layouts]
         layouts = {**line.layouts}
-        if unknown:
-            layouts.update(self._seen_results(line))
-        for value, layout in layouts.items():
-            sizes[value] = layout.extent * layout.dtype.itemsize
+        sizes |= {v: at.extent * at.dtype.itemsize for v, at in layouts.items()}
+        if len(layouts) < len(line.results):
+            for value, (layout, nbytes) in self._seen_results(line).items():
+                layouts[value], sizes[value] = layout, nbytes
         overwrites: tuple[int, ...] = ()
         if not changed.intersection((*line.operands, *line.results)):
             line, overwrites = self._overwriting(line, sizes)
@@ -193,8 +192,8 @@ class KernelGraph:
         )
         yield "", call, line.results
 
-    def _seen_results(self, line: KernelLine) -> dict[str, Layout]:
-        """Return the layouts of results that a function of PyTorch's allocates.
+    def _seen_results(self, line: KernelLine) -> dict[str, tuple[Layout, int]]:
+        """Return layouts and bytes of results that a function of PyTorch's allocates.
 
         Raises:
             NotCompiledError: A result shares memory with an operand or another result,
@@ -219,7 +218,9 @@ class KernelGraph:
                         f"kernel {line.name} of Inductor returns a view"
                     )
                 storages.add(storage_of(tensor))
-            self._seen[key] = [Layout.of(t) for t in found]
+            self._seen[key] = [
+                (Layout.of(t), t.untyped_storage().nbytes()) for t in found
+            ]
         return dict(zip(line.results, self._seen[key], strict=True))
 
     def _overwriting(
