@@ -34,11 +34,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*profiling.*"),
+    pytest.mark.filterwarnings("ignore:.*code generation for complex operators"),
 ]
 
 STEPS = 3
 
-LARGER = "in_a_larger_storage"
+OF_FUNCTIONS = (
+    "solved",
+    "chosen",
+    "in_complex_numbers",
+    "in_windows_of_two_kinds",
+    "in_a_larger_storage",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -323,9 +330,9 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
 
 
 @pytest.mark.parametrize(
-    "made", [cached, *(partial(case, n) for n in ("solved", "chosen", LARGER))]
+    "made", [cached, *(partial(case, name) for name in OF_FUNCTIONS)]
 )
-def test_strides_checks_pivots_and_weights_of_functions_are_known(made):
+def test_what_functions_read_and_return_is_known(made):
     expected = compiled(made, sgd)
     found, step = planned(made, sgd)
     assert step.plan.kernels
@@ -420,6 +427,28 @@ def test_what_is_not_compiled_runs_operation_by_operation_and_says_why():
     assert torch.equal(
         loss, loss_fn(torch.compile(expected, backend="aot_eager")(x), y)
     )
+
+
+def test_kernels_read_numbers_that_change():
+    class Scaled(nn.Linear):
+        rate = 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.rate
+
+    found = []
+    for plans in (False, True):
+        torch.manual_seed(0)
+        model, batch = Scaled(8, 4), (torch.randn(6, 8), torch.randn(6, 4))
+        loss_fn, optimizer = functional.mse_loss, sgd(model)
+        step = mt.train_step(model, loss_fn, optimizer, inductor=True, cache=None)
+        loop = compiled_loop(model, whole_loss(model, loss_fn), batch, optimizer)
+        losses = []
+        for model.rate in (1.0, 0.5, 0.25, 0.7, 0.3):
+            losses.append((step(*batch) if plans else loop()).item())
+        found.append((losses, model.weight.tolist()))
+    assert step.plan.kernels
+    assert found[0] == found[1]
 
 
 def test_a_compiled_step_stores_its_detached_weights():

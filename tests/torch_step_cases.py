@@ -206,6 +206,14 @@ a_transposed_dropout
 noisy
     | s.m[0](x) + torch.randn_like(x) * torch.rand(8) + torch.randperm(4)[:, None]
     | linear() | quick
+in_complex_numbers
+    | z = torch.view_as_complex(s.m[1].weight.view(8, 4, 2)).mean(0)
+    ; torch.fft.irfft(torch.fft.rfft(s.m[0](x))[:, :4] * z, 8) | linear(), linear()
+    | quick
+in_windows_of_two_kinds
+    | y = s.m[0](x)[None, None]; z = functional.max_pool2d(y, 2, dilation=2).mean()
+    ; y[0, 0] * (functional.max_pool2d(y, 3, 2, 1, ceil_mode=True).mean() + z)
+    | linear() | quick
 in_a_larger_storage
     | s.m[0](x) * s.m[1](x.repeat(64, 1).reshape(1, 4, 8, 8, 8)).mean()
     | linear(), nn.ConvTranspose3d(4, 2, 1) | quick

@@ -242,10 +242,10 @@ def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
     """Return tensors like a node's inputs; a single element has the value `one`."""
     graph = lowered.graph
     call = lowered.calls[node.name]
-    integer = call.integer or int(call.function in _FROM_ONE)
+    generator = torch.Generator().manual_seed(0)
     made: dict[str, torch.Tensor] = {}
     found = []
-    for name in node.inputs:
+    for i, name in enumerate(node.inputs):
         layout, storage = lowered.layouts[name], graph.storages[name]
         # Operands that share a storage in the graph share it here.
         if storage not in made:
@@ -261,9 +261,11 @@ def _filled(lowered: Lowered, node: Node, one: float) -> list[torch.Tensor]:
                 flat.uniform_(0.1, 0.9)
             else:  # PyTorch draws no numbers of eight bits
                 flat.copy_(torch.empty_like(flat, dtype=torch.half).uniform_(0.1, 0.9))
-        elif integer:
-            flat.fill_(integer)
+        elif call.function in _FROM_ONE:
+            flat.fill_(1)
         view = flat.as_strided(layout.shape, layout.stride, layout.offset)
+        if i in call.samples:
+            view.copy_(call.samples[i].tensor(generator))
         found.append(layout.read(view))
     return found
 

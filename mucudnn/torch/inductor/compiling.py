@@ -26,7 +26,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
-from torch._inductor import config, graph as inductor_graph, inductor_prims
+from torch._inductor import config, graph as inductor_graph
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.compile_fx import compile_fx_inner, partition_fn
 from torch._inductor.cpp_builder import get_cpp_compiler
@@ -46,9 +46,6 @@ from mucudnn.torch.lowering.lowered import Layout, NotCompiledError
 
 _LARGE = 1 << 17
 """Bytes that a kernel's loops read and write from which on no other loop joins them."""
-
-_PLACES_OF_MAXIMA = inductor_prims._low_memory_max_pool_offsets_to_indices
-"""Takes places in pooling windows, and the windows' sizes."""
 
 SETTINGS: Mapping[str, Any] = {
     "inplace_buffers": False,
@@ -116,8 +113,6 @@ class CompiledStep:
             and then values that the backward half reads.
         backward: The backward half; its results are those of the backward pass.
         results: Number of results of the step's forward pass.
-        middle: The middle place in every pooling window, counted from its first one;
-            None if there is no such place.
         symbols: Symbols of sizes: the first inputs of the joint graph.
         shapes: PyTorch's guards on them.
         names: Names of the joint graph's inputs.
@@ -126,7 +121,6 @@ class CompiledStep:
     forward: CompiledHalf
     backward: CompiledHalf
     results: int
-    middle: int | None
     symbols: Sequence[Any] = ()
     shapes: ShapeEnv = field(default_factory=ShapeEnv, repr=False)
     names: Sequence[str] = ()
@@ -265,7 +259,6 @@ def compile_joint(
     """
     given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     mode = next(v.fake_mode for v in given if isinstance(v, torch.Tensor))
-    middle = _middle_of_windows(joint)
     shapes = mode.shape_env
     symbols = [v.node._expr for v in given if isinstance(v, torch.SymInt)]
     names = [node.name for node in joint.graph.find_nodes(op="placeholder")]
@@ -326,7 +319,7 @@ def compile_joint(
     except Exception as e:  # Inductor may fail with any error
         raise _failed("compile", e) from e
     halves = forward_half, backward_half
-    return CompiledStep(*halves, results, middle, symbols, shapes, names)
+    return CompiledStep(*halves, results, symbols, shapes, names)
 
 
 _GIVEN = "primals_", "tangents_"
@@ -346,22 +339,6 @@ def _aligned(fakes: Iterable[Any]) -> AbstractContextManager[None]:
         return id(example) in known and before(example)
 
     return replaced(inductor_graph, should_assume_input_aligned=is_aligned)
-
-
-def _middle_of_windows(joint: torch.fx.GraphModule) -> int | None:
-    """Return the place of the middle of all pooling windows, if they have one.
-
-    The middle lies within the image for every window, since padding is at most half of
-    a window.
-    """
-    places = set()
-    for node in joint.graph.nodes:
-        if node.target is _PLACES_OF_MAXIMA:
-            place = 0
-            for size in node.args[1]:
-                place = place * size + size // 2
-            places.add(place)
-    return places.pop() if len(places) == 1 else None
 
 
 def _separate_loops() -> AbstractContextManager[None]:

@@ -5,8 +5,8 @@ training step, whose update stays operation by operation, each behind its gradie
 `capture.joint` takes those of AOTAutograd's joint graph, which has no update.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -30,7 +30,12 @@ from mucudnn.torch.inductor.compiling import (
 from mucudnn.torch.inductor.in_place import candidates, keeps_bits
 from mucudnn.torch.inductor.sizes import CompiledSizes, Sizes
 from mucudnn.torch.inductor.update import compile_updates
-from mucudnn.torch.inductor.wrapper_text import KernelLine, read_wrapper
+from mucudnn.torch.inductor.wrapper_text import (
+    KernelLine,
+    define,
+    read_wrapper,
+    returns_view,
+)
 from mucudnn.torch.internals import float32_precisions
 from mucudnn.torch.lowering.lower import lower
 from mucudnn.torch.lowering.lowered import (
@@ -39,15 +44,23 @@ from mucudnn.torch.lowering.lowered import (
     Lowered,
     NotCompiledError,
     Operand,
+    Sample,
 )
 from mucudnn.torch.source_lines import storage_of
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
-_PLACES = (0, 4, 12, 24, *range(1, 127))
-"""Places in a pooling window: its first, the middles of square ones, and all others."""
-
 _SMALL_INTEGERS = torch.int8, torch.int32
+"""Types of places in pooling windows and of the pivots of LAPACK."""
+
+_VIEWS: Mapping[str, Any] = {
+    "torch": torch,
+    "aten": torch.ops.aten,
+    "reinterpret_tensor": torch._C._dynamo.guards._reinterpret_tensor,
+}
+"""What results that are views are written with."""
+
+_NUMBERS = torch.SymInt, torch.SymFloat, torch.SymBool
 
 _ALIGNED = 16
 """Bytes to a multiple of which kernels for CUDA expect parameters to be aligned."""
@@ -77,7 +90,7 @@ class KernelGraph:
     calls: dict[str, Call] = field(default_factory=dict)
     _seen: dict[Any, Any] = field(default_factory=dict)
     _steps: int = 0
-    _middle: int | None = None
+    _computed: dict[str, Sample] = field(default_factory=dict)
 
     def declare_input(self, name: str, layout: Layout, nbytes: int) -> None:
         """Declare an input of both halves."""
@@ -97,7 +110,6 @@ class KernelGraph:
         Raises:
             NotCompiledError: A line is not known.
         """
-        self._middle = step.middle
         given = [inputs[name] for name in step.forward.inputs]
         number = str(self._steps or "")
         self._steps += 1
@@ -134,11 +146,14 @@ class KernelGraph:
         overwrites: tuple[int, ...] = ()
         if not changed.intersection((*line.operands, *line.results)):
             line, overwrites = self._overwriting(line, sizes)
-        for value in line.results:
+        for i, value in enumerate(line.results):
             self.tensors[value] = TensorSpec(
                 value, (sizes[value],), "uint8", Role.ACTIVATION
             )
-            self.layouts[value] = layouts[value]
+            layout = self.layouts[value] = layouts[value]
+            if layout.dtype in _SMALL_INTEGERS and value not in changed:
+                given = tuple(map(self._sample, line.operands))
+                self._computed[value] = Sample(layout, line.function, given, i)
         traits = NodeTraits(
             overwrites=overwrites,
             expensive=line.heavy,
@@ -188,7 +203,11 @@ class KernelGraph:
             (None,) if single else tuple(range(len(line.results))),
             random=line.random,
             into=line.into if in_place else None,
-            integer=self._integer(line),
+            samples={
+                i: self._computed[value]
+                for i, value in enumerate(line.operands)
+                if value in self._computed
+            },
         )
         yield "", call, line.results
 
@@ -201,9 +220,8 @@ class KernelGraph:
         """
         key = line.function, *(self.layouts[v] for v in line.operands)
         if key not in self._seen:
-            integer = self._integer(line)
             # Weights, rates and deviations to draw by are not negative.
-            given = [self._sample(v, integer, least=0) for v in line.operands]
+            given = self._samples(line, least=0)
             with torch.no_grad():
                 found = line.function(*given)
             found = found if isinstance(found, tuple) else (found,)
@@ -238,8 +256,7 @@ class KernelGraph:
             line = line.with_first(result)
             key = line.into, tuple(self.layouts[v] for v in line.operands)
             if key not in self._seen:
-                integer = self._integer(line)
-                given = [self._sample(v, integer) for v in line.operands]
+                given = self._samples(line)
                 self._seen[key] = {
                     i
                     for i, v in enumerate(line.operands)
@@ -250,56 +267,13 @@ class KernelGraph:
             return line, tuple(i for i in places if i in equal)
         return line, ()
 
-    def _integer(self, line: KernelLine) -> int:
-        """Return what small integers hold such that a kernel reads within its inputs.
+    def _samples(self, line: KernelLine, least: int = -1) -> list[torch.Tensor]:
+        """Return tensors like a line's operands."""
+        generator = torch.Generator().manual_seed(0)
+        return [self._sample(v).tensor(generator, least) for v in line.operands]
 
-        Places in a pooling window are bytes, counted from its first one. That lies in
-        the padding at the image's edges, where the kernel stops with an error, and the
-        middle of the window does not. LAPACK's pivots have four bytes, counted from
-        one. On a GPU such an error ends the process, so that nothing is tried there.
-        """
-        operands = [self.layouts[v] for v in line.operands]
-        places = [at for at in operands if at.dtype in _SMALL_INTEGERS]
-        if not places:
-            return 0
-        if places[0].device.type == "cuda":
-            if places[0].dtype is torch.int32:
-                return 0
-            if self._middle is None:
-                raise NotCompiledError(
-                    f"{line.name} of Inductor's reads places in windows of several "
-                    "sizes"
-                )
-            return self._middle
-        key = "integer", line.function, *(self.layouts[v] for v in line.operands)
-        if key not in self._seen:
-            of_bytes = places[0].dtype is torch.int8
-            for value in _PLACES if of_bytes else (0, 1):
-                given = [self._sample(v, value) for v in line.operands]
-                with suppress(RuntimeError):
-                    line.function(*given)
-                    self._seen[key] = value
-                    break
-            else:
-                raise NotCompiledError(
-                    f"kernel {line.name} of Inductor reads out of bounds"
-                )
-        found: int = self._seen[key]
-        return found
-
-    def _sample(self, value: str, integer: int = 0, least: int = -1) -> torch.Tensor:
-        """Return a tensor like a value: random to 1, small integers being `integer`."""
-        layout = self.layouts[value]
-        flat = torch.zeros(layout.extent, dtype=layout.dtype, device=layout.device)
-        generator = torch.Generator().manual_seed(len(self._seen))
-        if layout.dtype.is_floating_point:
-            drawn = torch.rand(flat.shape, generator=generator)
-            flat.copy_(drawn.mul_(1 - least).add_(least))
-        elif layout.dtype is torch.bool:
-            flat.copy_(torch.randint(2, flat.shape, generator=generator))
-        elif layout.dtype in _SMALL_INTEGERS:
-            flat.fill_(integer)
-        return flat.as_strided(layout.shape, layout.stride)
+    def _sample(self, value: str) -> Sample:
+        return self._computed.get(value) or Sample(self.layouts[value])
 
     def _result(self, expression: str, phase: Phase) -> str | None:
         """Return the tensor of a result; add a view if the result is one."""
@@ -307,26 +281,22 @@ class KernelGraph:
             return None
         if expression in self.tensors:
             return expression
-        of = next((w for w in expression.split("(")[1:2]), "").split(",")[0]
-        if not expression.startswith("reinterpret_tensor(") or of not in self.tensors:
-            raise _unknown_result(expression)
         try:
-            arguments = eval(f"({expression.partition(',')[2][:-1]})", {})
-            shape, stride, offset = arguments
+            (of,) = {w for w in re.findall(r"\w+", expression) if w in self.tensors}
+            body = re.sub(rf"\b{of}\b", "a0", expression)
+            view = define(["a0"], [f"return {body}"], dict(_VIEWS), None)
+            base = self.layouts[of]
+            flat = torch.empty(base.extent, dtype=base.dtype, device="meta")
+            whole = flat.as_strided(base.shape, base.stride, base.offset)
+            layout = replace(Layout.of(view(whole)), device=base.device)
         except Exception as e:
             raise _unknown_result(expression) from e
-        base = self.layouts[of]
         name = f"{of}_view{len(self.nodes)}"  # a word in other wrappers
         self.tensors[name] = TensorSpec(
             name, self.tensors[of].shape, "uint8", self.tensors[of].role, of
         )
-        self.layouts[name] = Layout(shape, stride, base.dtype, offset, base.device)
-        self.calls[name] = Call(
-            torch.ops.aten.as_strided.default,
-            (Operand(0), list(shape), list(stride), offset),
-            _NO_KWARGS,
-            (None,),
-        )
+        self.layouts[name] = layout
+        self.calls[name] = Call(view, (Operand(0),), _NO_KWARGS, (None,))
         self.nodes.append(
             Node(
                 name, "view", (of,), (name,), phase=phase, traits=NodeTraits(view=True)
@@ -373,21 +343,20 @@ class Passes:
         values: dict[torch.fx.Node, Any] = dict(zip(first, given, strict=True))
         for node in self.nodes:
             leaves, tree = self._leaves(node)
-            args, kwargs = pytree.tree_unflatten(
-                [
-                    next(numbers)
-                    if type(leaf) is int
-                    else values.get(leaf, leaf)
-                    if isinstance(leaf, torch.fx.Node)
-                    else leaf
-                    for leaf in leaves
-                ],
-                tree,
-            )
+            for i, leaf in enumerate(leaves):
+                if type(leaf) is int:
+                    leaves[i] = next(numbers)
+                elif isinstance(leaf, torch.fx.Node):
+                    leaves[i] = values[leaf]
+                    if _is_number(leaf) and not _is_number(node):
+                        leaves[i] = values[leaf].to(node.meta["val"].dtype)
+            args, kwargs = pytree.tree_unflatten(leaves, tree)
             function = node.target
             if function is torch.ops.aten.view.default:
                 # Decompositions may have other strides than kernels of eager mode.
                 function = torch.ops.aten.reshape.default
+            elif function is torch.ops.aten._local_scalar_dense.default:
+                function = torch.ops.aten.alias.default  # a number of 64 bits
             values[node] = function(*args, **kwargs)
         return [values[node] for node in (*self.forward, *self.backward)]
 
@@ -646,24 +615,25 @@ def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not members.isdisjoint(node.users):
             members.add(node)  # before the forward pass
-    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
     decided: set[torch.fx.Node] = set()  # numbers that only Python has used
     for node in reversed(graph.nodes):
-        if isinstance(node.meta.get("val"), numbers) and decided.issuperset(node.users):
+        if isinstance(node.meta.get("val"), _NUMBERS) and decided.issuperset(
+            node.users
+        ):
             decided.add(node)
     members -= decided
     nodes = [n for n in graph.nodes if n in members and n.op == "call_function"]
-    for node in nodes:
-        if isinstance(node.meta.get("val"), numbers):
-            raise NotCompiledError(
-                f"the passes read a number that changes from step to step ({node.name})"
-            )
-    # Views of inputs are part of every pair that reads them.
+    # Views of inputs, and numbers from them, are part of every pair that reads them.
     views: set[torch.fx.Node] = set()
     for node in nodes:
         parts = node.all_input_nodes
-        if _is_view(node) and all(n.op != "call_function" or n in views for n in parts):
+        free = all(n.op != "call_function" or n in views for n in parts)
+        if free and (returns_view(node.target) or _is_number(node)):
             views.add(node)
+        elif isinstance(node.meta.get("val"), _NUMBERS):
+            raise NotCompiledError(
+                f"the passes read a number that changes from step to step ({node.name})"
+            )
     pairs: list[list[torch.fx.Node]] = []
     behind = True
     first: dict[torch.fx.Node, int] = {}
@@ -740,10 +710,17 @@ def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
     return found
 
 
-def _is_view(node: torch.fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    alias = schema.returns[0].alias_info if schema and schema.returns else None
-    return alias is not None and not alias.is_write
+def _is_number(node: torch.fx.Node) -> bool:
+    """Return whether a node is a number that kernels can read from a tensor.
+
+    It has 64 bits, and kernels for the CPU that compute in fewer than 32 round it late.
+    """
+    results = [user.meta.get("val") for user in node.users]
+    return isinstance(node.meta.get("val"), torch.SymFloat) and all(
+        v.dtype in (torch.float32, torch.float64) and v.device.type == "cpu"
+        for v in results
+        if isinstance(v, torch.Tensor)
+    )
 
 
 def _rest(
@@ -763,10 +740,13 @@ def _rest(
     graph = torch.fx.Graph()
     copied: dict[torch.fx.Node, torch.fx.Node] = {}
     values: dict[torch.fx.Node, Any] = {}
-    skipped = {n for both in passes for n in (*both.nodes, *both.gradients)}
+    every = (n for both in passes for n in (*both.nodes, *both.gradients))
+    skipped = {node for node in every if not _is_number(node)}
     for node in reversed(nodes):
-        if _is_view(node) and skipped.issuperset(node.users):
-            skipped.add(node)  # a view that the capture made and nothing reads
+        if (returns_view(node.target) or _is_number(node)) and skipped.issuperset(
+            node.users
+        ):
+            skipped.add(node)  # nothing else reads it
     for node in (*placeholders, *made):
         value = node.meta.get("val")
         if node in made:

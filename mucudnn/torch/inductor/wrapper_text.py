@@ -26,8 +26,6 @@ from mucudnn.torch.lowering.lowered import Call, Layout, NotCompiledError, Opera
 
 _ALLOCATE = {"empty_strided_cpu": "cpu", "empty_strided_cuda": "cuda"}
 _VIEW = "reinterpret_tensor"
-_STREAM = "get_raw_stream"
-_COPY = "copy_if_misaligned"
 
 _PURE = frozenset(
     {"convolution", "mm", "addmm", "bmm", "baddbmm", "_mm_plus_mm", "_addmm_activation"}
@@ -201,7 +199,9 @@ class _Reader:
         # Variable -> expression in values.
         self._names = {name: str(size) for name, size in sizes.items()}
         self._sizes = frozenset(sizes)
-        self._values = {v for text in given for v in _identifiers(text)} - {_VIEW}
+        names = (n for text in given for n in ast.walk(ast.parse(text)))
+        words = {name.id for name in names if isinstance(name, ast.Name)}
+        self._values = words - self._space.keys()
         self._allocated: dict[str, str] = {}  # value -> its allocation
         self._written: set[str] = set()
         self._parts: dict[str, tuple[ast.Call, dict[int, str]]] = {}
@@ -246,30 +246,34 @@ class _Reader:
                 if len(names) != len(self._given):
                     raise unknown(statement)
                 self._names.update(zip(names, self._given, strict=True))
-            case ast.Name(name), ast.Call(ast.Name(function)) if function == _COPY:
-                # Kernels of such inputs were compiled for any address.
-                if ast.unparse(value) != f"{_COPY}({name})":
-                    raise unknown(statement)
+            case ast.Name(name), ast.Call(
+                ast.Name("copy_if_misaligned"), [ast.Name(copied)]
+            ) if name == copied:
+                pass  # kernels of such inputs were compiled for any address
             case ast.Name(), ast.Call(ast.Attribute(ast.Name(), "size" | "stride")):
                 pass  # sizes are known
             case ast.Name(name), ast.Subscript() if name in self._sizes:
                 pass
-            case ast.Name(name), ast.Name() | ast.Attribute() | ast.BinOp():
-                self._names[name] = ast.unparse(self._in_values(value))
-            case ast.Name(name), ast.Subscript(ast.Name(whole), ast.Constant(int(i))):
-                if whole not in self._parts:
-                    raise unknown(statement)
+            case ast.Name(name), ast.Subscript(
+                ast.Name(whole), ast.Constant(int(i))
+            ) if whole in self._parts:
                 self._parts[whole][1][i] = self._declare(name)
+            case ast.Name(name), (
+                ast.Name()
+                | ast.Attribute()
+                | ast.BinOp()
+                | ast.Subscript(ast.Name())
+                | ast.Call(ast.Name("reinterpret_tensor" | "get_raw_stream"))
+            ):
+                self._names[name] = ast.unparse(self._in_values(value))
             case ast.Name(name), ast.Call(ast.Name(function)) if function in _ALLOCATE:
                 text = ast.unparse(self._in_values(value))
                 self._allocated[self._declare(name)] = text
-            case (
-                ast.Name(name),
-                ast.Call(ast.Name(function)),
-            ) if function in (_VIEW, _STREAM):
-                self._names[name] = ast.unparse(self._in_values(value))
             case ast.Name(name), ast.Call(ast.Attribute()):
                 call = self._in_values(value)
+                if returns_view(self._resolved(call)):  # of complex numbers
+                    self._names[name] = ast.unparse(call)
+                    return
                 items: dict[int, str] = {}
                 self._parts[name] = call, items
                 self._lines.append((call, self._declare(name), items))
@@ -327,10 +331,8 @@ class _Reader:
         function: Any = None
         if kernel is not None:
             keywords = ["stream"] if kernel.triton else []
-            if (
-                len(call.args) != len(kernel.parameters)
-                or [k.arg for k in call.keywords] != keywords
-            ):
+            expected = len(kernel.parameters), keywords
+            if (len(call.args), [k.arg for k in call.keywords]) != expected:
                 raise unknown(call)
             for argument, (parameter, const) in zip(
                 call.args, kernel.parameters, strict=True
@@ -339,11 +341,12 @@ class _Reader:
                 (read if const else written).extend(found)
                 if parameter.startswith("in_out"):
                     read.extend(found)
-                whole = found[0] if found and _is_whole(argument) else None
-                if isinstance(argument, ast.Constant) and type(argument.value) is int:
-                    pointers.append(argument.value)
-                else:
-                    pointers.append(whole)
+                match argument:
+                    case ast.Constant(int(size)):
+                        pointers.append(size)
+                    case _:
+                        whole = found and _is_whole(argument)
+                        pointers.append(found[0] if whole else None)
         else:
             function = self._resolved(call)
             writes = _written_arguments(call, function)
@@ -459,10 +462,8 @@ def _convolution(
     function: Any = _CONVOLUTIONS.get(ast.unparse(call.func))
     if function is None:
         return None
-    named = {k.arg: k.value for k in call.keywords}
     arguments: list[Any] = []
-    for i, argument in enumerate(function._schema.arguments):
-        given = call.args[i] if i < len(call.args) else named.get(argument.name)
+    for _, given in _by_schema(call, function):
         match given:
             case ast.Name(value) if value in operands:
                 arguments.append(Operand(operands.index(value)))
@@ -475,6 +476,13 @@ def _convolution(
             return None
         arguments.append(list(value) if isinstance(value, tuple) else value)
     return Call(function, tuple(arguments), {}, results)
+
+
+def _by_schema(call: ast.Call, function: Any) -> Iterator[tuple[Any, ast.expr | None]]:
+    """Yield the arguments that a function declares, and what a call gives for each."""
+    named = {k.arg: k.value for k in call.keywords}
+    for i, argument in enumerate(function._schema.arguments):
+        yield argument, call.args[i] if i < len(call.args) else named.get(argument.name)
 
 
 def _identifiers(text: str) -> list[str]:
@@ -531,21 +539,23 @@ def _triton_kernel(source: str) -> Kernel | None:
     return Kernel(source, parameters, triton=True)
 
 
+def returns_view(function: Any) -> bool:
+    """Return whether an operation returns a view of an argument."""
+    returned = function._schema.returns if hasattr(function, "_schema") else ()
+    found = [result.alias_info for result in returned]
+    return any(info is not None and not info.is_write for info in found)
+
+
 def _written_arguments(call: ast.Call, function: Any) -> Sequence[ast.expr] | None:
     """Return the arguments that a function of PyTorch's writes to; None if unknown."""
-    out = [k.value for k in call.keywords if k.arg == "out"]
-    schema = getattr(function, "_schema", None)
-    if schema is None:
+    if getattr(function, "_schema", None) is None:
         path = ast.unparse(call.func).split(".")
         known = path[0] == "extern_kernels" and path[-1] in _PURE
-        return out if known else None
-    found = []
-    by_name = {k.arg: k.value for k in call.keywords}
-    for i, argument in enumerate(schema.arguments):
-        given = call.args[i] if i < len(call.args) else by_name.get(argument.name)
-        info = argument.alias_info
-        if given is not None and info is not None and info.is_write:
-            found.append(given)
-    returned = [r.alias_info for r in schema.returns]
-    views = any(info is not None and not info.is_write for info in returned)
-    return None if views else found
+        return [k.value for k in call.keywords if k.arg == "out"] if known else None
+    if returns_view(function):
+        return None
+    return [
+        given
+        for argument, given in _by_schema(call, function)
+        if given is not None and argument.alias_info and argument.alias_info.is_write
+    ]

@@ -133,6 +133,40 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """A tensor to try a kernel on: drawn at random, or another kernel's result.
+
+    Places of maxima and pivots have to be computed: others may be out of bounds.
+
+    Attributes:
+        layout: Its layout.
+        function: The kernel that returns it; None if it is drawn.
+        given: What that kernel reads.
+        place: Its place among the results of that kernel.
+    """
+
+    layout: Layout
+    function: Callable[..., Any] | None = None
+    given: tuple["Sample", ...] = ()
+    place: int = 0
+
+    def tensor(self, generator: torch.Generator, least: int = -1) -> torch.Tensor:
+        """Return the tensor; numbers are drawn from `least` to 1, integers are 0."""
+        if self.function is not None:
+            found = self.function(*(each.tensor(generator, 0) for each in self.given))
+            one: torch.Tensor = found[self.place] if isinstance(found, tuple) else found
+            return one
+        layout = self.layout
+        flat = torch.zeros(layout.extent, dtype=layout.dtype, device=layout.device)
+        if layout.dtype.is_floating_point:
+            drawn = torch.rand(flat.shape, generator=generator)
+            flat.copy_(drawn.mul_(1 - least).add_(least))
+        elif layout.dtype is torch.bool:
+            flat.copy_(torch.randint(2, flat.shape, generator=generator))
+        return flat.as_strided(layout.shape, layout.stride)
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """The call that runs a node on tensors.
 
@@ -147,7 +181,7 @@ class Call:
         first: Whether `into` writes to its first argument.
         stores: Operands that the first results are new values of, which `into` writes
             in their place.
-        integer: What integer operands hold while it is measured.
+        samples: What to measure it on, by operand, where not all values are valid.
     """
 
     function: Callable[..., Any]
@@ -157,7 +191,7 @@ class Call:
     random: bool = False
     into: Callable[..., Any] | None = None
     first: bool = False
-    integer: int = 0
+    samples: Mapping[int, Sample] = field(default_factory=dict)
     stores: tuple[int, ...] = ()
 
 
