@@ -73,10 +73,10 @@ def looped(step, sizes=SIZES):
     return [step(*words(*size)).item() for size in sizes]
 
 
-def loop_of(model, optimizer, forward):
+def loop_of(optimizer, loss_of):
     def step(x, y):
         optimizer.zero_grad()
-        loss = reader_loss(forward(x), y)
+        loss = loss_of(x, y)
         loss.backward()
         optimizer.step()
         return loss
@@ -84,19 +84,15 @@ def loop_of(model, optimizer, forward):
     return step
 
 
+def of_scores(forward):
+    return lambda x, y: reader_loss(forward(x), y)
+
+
 @pytest.mark.slow
 def test_lengths_share_one_compilation_and_each_keeps_the_budget(compilations):  # noqa: F811
     model, optimizer = reader()
     loss_of = torch.compile(lambda x, y: reader_loss(model(x), y), dynamic=True)
-
-    def whole(x, y):
-        optimizer.zero_grad()
-        loss = loss_of(x, y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    expected = looped(whole)
+    expected = looped(loop_of(optimizer, loss_of))
     state = [p.detach().clone() for p in model.parameters()]
     FxGraphCache.clear()
     compilations.clear()
@@ -131,14 +127,14 @@ def test_a_compiled_model_has_one_compilation_for_rows_and_lengths(compilations)
     sizes = [(4, 16), (6, 40), (5, 24), (8, 10)]
     model, optimizer = reader()
     plain = torch.compile(model, dynamic=True, fullgraph=True)
-    expected = looped(loop_of(model, optimizer, plain), sizes)
+    expected = looped(loop_of(optimizer, of_scores(plain)), sizes)
     torch._dynamo.reset()
     FxGraphCache.clear()
     compilations.clear()
     model, optimizer = reader()
     backend = mt.backend(inductor=True, cache=None)
     forward = torch.compile(model, backend=backend, fullgraph=True)
-    assert looped(loop_of(model, optimizer, forward), sizes) == expected
+    assert looped(loop_of(optimizer, of_scores(forward)), sizes) == expected
     assert len(compilations) == 4
     assert len(backend.plans) == len(sizes)
     assert all(plan.kernels > 4 for plan in backend.plans)

@@ -244,30 +244,16 @@ def test_layouts_sums_scales_and_types_have_the_bits_of_operations(
 
 @pytest.mark.parametrize("options", [{}, {"offload_state": True}])
 def test_tight_budgets_have_the_same_results_within_the_peak(options):
-    losses = []
-    for share in (None, 0.0):
+    def step_of(budget):
         model, batch = words()
-        budget = None
-        if share is not None:
-            step = mt.train_step(
-                model,
-                *(loss_of, two_groups(model)),
-                budget=2000,
-                cache=None,
-                inductor=True,
-                **options,
-            )
-            budget = least_bytes(step.prepare, *batch)
-        optimizer = two_groups(model)
-        step = mt.train_step(
-            model,
-            loss_of,
-            optimizer,
-            budget=budget,
-            cache=None,
-            inductor=True,
-            **options,
-        )
+        options_of = {"budget": budget, "cache": None, "inductor": True, **options}
+        step = mt.train_step(model, loss_of, two_groups(model), **options_of)
+        return step, batch
+
+    step, batch = step_of(2000)
+    budget = least_bytes(step.prepare, *batch)
+    losses = []
+    for step, batch in map(step_of, (None, budget)):
         losses.append([step(*batch).item() for _ in range(STEPS)])
         if not options:
             real = real_peak(lambda step=step, batch=batch: step(*batch))

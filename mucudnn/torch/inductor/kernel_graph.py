@@ -92,11 +92,6 @@ class KernelGraph:
     _steps: int = 0
     _computed: dict[str, Sample] = field(default_factory=dict)
 
-    def declare_input(self, name: str, layout: Layout, nbytes: int) -> None:
-        """Declare an input of both halves."""
-        self.tensors[name] = TensorSpec(name, (nbytes,), "uint8", Role.STATE)
-        self.layouts[name] = layout
-
     def add_step(
         self, step: CompiledStep, inputs: Mapping[str, str], sizes: Mapping[str, int]
     ) -> tuple[list[str | None], list[str | None]]:
@@ -184,10 +179,9 @@ class KernelGraph:
         """Yield the calls of a line, each with a suffix of its name and its results."""
         convolution = line.convolution
         if convolution is not None and self.tuned:
-            if convolution.results == (None,):
-                yield "", convolution, line.results
-                return
             made = dict(zip(convolution.results, line.results, strict=True))
+            if None in made:
+                yield "", convolution, line.results
             for suffix, group in ((".images", (0,)), (".filters", (1, 2))):
                 if mine := tuple(path for path in made if path in group):
                     mask = [i in mine for i in range(3)]
@@ -355,8 +349,10 @@ class Passes:
             if function is torch.ops.aten.view.default:
                 # Decompositions may have other strides than kernels of eager mode.
                 function = torch.ops.aten.reshape.default
-            elif function is torch.ops.aten._local_scalar_dense.default:
-                function = torch.ops.aten.alias.default  # a number of 64 bits
+            elif function is torch.ops.aten._local_scalar_dense.default and (
+                _is_number(node)
+            ):
+                function = torch.Tensor.double  # computed with as Python does
             values[node] = function(*args, **kwargs)
         return [values[node] for node in (*self.forward, *self.backward)]
 
@@ -472,7 +468,8 @@ def lower_passes(
     for node, layout in zip(first, layouts, strict=True):
         if node not in made and node.name not in graph.tensors:
             nbytes = int(tensor_of(node).untyped_storage().nbytes())
-            graph.declare_input(node.name, layout, nbytes)
+            spec = TensorSpec(node.name, (nbytes,), "uint8", Role.STATE)
+            graph.tensors[node.name], graph.layouts[node.name] = spec, layout
     tensors = (made.get(node, node.name) for node in first)
     inputs = dict(zip(step.names, (*map(str, sizes), *tensors), strict=True))
     values = dict(zip(map(str, step.symbols), sizes, strict=True))
@@ -560,11 +557,9 @@ def lower_step(
         for node in both.inputs
         if node.op == "get_attr"
     }
-    for node in (node for both in passes for node in both.gradients):
-        layout = kernels.layouts[node.name]
-        constants[node.name] = torch.ones(
-            layout.shape, dtype=layout.dtype, device=layout.device
-        )
+    for name in (node.name for both in passes for node in both.gradients):
+        at = kernels.layouts[name]
+        constants[name] = torch.ones(at.shape, dtype=at.dtype, device=at.device)
     results = tuple(map(named, rest.results))
     return joined(
         tensors,
@@ -715,11 +710,14 @@ def _is_number(node: torch.fx.Node) -> bool:
 
     It has 64 bits, and kernels for the CPU that compute in fewer than 32 round it late.
     """
-    results = [user.meta.get("val") for user in node.users]
-    return isinstance(node.meta.get("val"), torch.SymFloat) and all(
+    if not isinstance(node.meta.get("val"), torch.SymFloat):
+        return False
+    results = [user.meta.get("val", node) for user in node.users]
+    return all(
         v.dtype in (torch.float32, torch.float64) and v.device.type == "cpu"
-        for v in results
         if isinstance(v, torch.Tensor)
+        else isinstance(v, _NUMBERS)
+        for v in results
     )
 
 
@@ -753,11 +751,10 @@ def _rest(
             layout, spec = kernels.layouts[made[node]], kernels.tensors[made[node]]
             with mode:
                 whole = torch.empty(
-                    spec.nbytes // layout.dtype.itemsize,
-                    dtype=layout.dtype,
-                    device=layout.device,
+                    spec.nbytes, dtype=torch.uint8, device=layout.device
                 )
-                value = whole.as_strided(layout.shape, layout.stride, layout.offset)
+                flat = whole.view(layout.dtype)
+                value = flat.as_strided(layout.shape, layout.stride, layout.offset)
         copied[node] = graph.placeholder(node.name)
         copied[node].meta["val"] = values[node] = value
     for node in nodes:

@@ -93,11 +93,6 @@ class Sizes:
     terms: Sequence[Term]
 
     @classmethod
-    def fixed(cls, numbers: Sequence[int]) -> "Sizes":
-        """Return numbers as they are, without symbols."""
-        return cls((), (), [Term(Fraction(0), (), n) for n in numbers])
-
-    @classmethod
     def of(cls, seen: Sequence[Sequence[int]], axes: int) -> "Sizes | None":
         """Find symbols and terms from all numbers that were seen; the last is traced.
 
@@ -209,7 +204,7 @@ class CompiledSizes:
             except NotCompiledError as e:
                 at, known.refused, self.reason = None, True, str(e)
         if at is None:
-            at = Sizes.fixed(numbers)
+            at = Sizes((), (), [Term(Fraction(0), (), n) for n in numbers])
             made = compiled(at)
         known.seen.append(numbers)
         known.compiled.insert(0, (at, made))

@@ -25,7 +25,6 @@ from mucudnn.torch.lowering.lower import CHECKS
 from mucudnn.torch.lowering.lowered import Call, Layout, NotCompiledError, Operand
 
 _ALLOCATE = {"empty_strided_cpu": "cpu", "empty_strided_cuda": "cuda"}
-_VIEW = "reinterpret_tensor"
 
 _PURE = frozenset(
     {"convolution", "mm", "addmm", "bmm", "baddbmm", "_mm_plus_mm", "_addmm_activation"}
@@ -35,7 +34,7 @@ _PURE = frozenset(
 _OF_NUMBERS = frozenset({"max", "min", "math.floor", "math.ceil", "math.trunc", "int"})
 """Functions of numbers in expressions of sizes."""
 
-_SKIPPED = frozenset({"assert_size_stride", "assert_alignment", "set_device"})
+_SKIPPED = frozenset({"clear", "assert_size_stride", "assert_alignment", "set_device"})
 
 _POINTER = re.compile(r"(in|in_out|out)_ptr\d+")
 """Names of the pointers of a Triton kernel that Inductor wrote."""
@@ -127,7 +126,7 @@ class KernelLine:
         body = [f"{names[v]} = {self.allocated[v]}" for v in self.layouts]
         if into:
             shape_and_strides = body[0].partition("(")[2].rpartition(", ")[0]
-            body[0] = f"r0 = {_VIEW}(out, {shape_and_strides}, 0)"
+            body[0] = f"r0 = reinterpret_tensor(out, {shape_and_strides}, 0)"
         call = re.sub(
             r"\b[A-Za-z_]\w*\b",
             lambda m: names.get(m.group(0), m.group(0)),
@@ -214,8 +213,6 @@ class _Reader:
                 case ast.Delete() | ast.Pass() | ast.Expr(ast.Constant()):
                     pass
                 case ast.Expr(ast.Call() as call):
-                    if ast.unparse(call) == "args.clear()":
-                        continue
                     if ast.unparse(call.func).split(".")[-1] not in _SKIPPED:
                         self._lines.append((self._in_values(call), None, {}))
                 case ast.Assign([target], value):
@@ -344,9 +341,13 @@ class _Reader:
                 match argument:
                     case ast.Constant(int(size)):
                         pointers.append(size)
+                    case ast.Name() | ast.Call(
+                        ast.Name("reinterpret_tensor"),
+                        [ast.Name(), *_, ast.Constant(0)],
+                    ) if found:
+                        pointers.append(found[0])
                     case _:
-                        whole = found and _is_whole(argument)
-                        pointers.append(found[0] if whole else None)
+                        pointers.append(None)
         else:
             function = self._resolved(call)
             writes = _written_arguments(call, function)
@@ -487,14 +488,6 @@ def _by_schema(call: ast.Call, function: Any) -> Iterator[tuple[Any, ast.expr | 
 
 def _identifiers(text: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"\b[A-Za-z_]\w*\b", text)))
-
-
-def _is_whole(argument: ast.expr) -> bool:
-    """Return whether a pointer is the first byte of a value."""
-    match argument:
-        case ast.Call(ast.Name(function), [ast.Name(), *_, ast.Constant(0)]):
-            return function == _VIEW
-    return isinstance(argument, ast.Name)
 
 
 def _kernels_of(tree: ast.Module) -> dict[str, Kernel]:
