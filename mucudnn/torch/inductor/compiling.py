@@ -279,47 +279,41 @@ def compile_joint(
                     num_fwd_outputs=results,
                     static_lifetime_input_indices=list(static),
                 )
-            output = forward.graph.output_node()
-            output.meta["user_visible_output_idxs"] = [
-                i for i in visible if isinstance(output.args[0][i], torch.fx.Node)
-            ]
-            nodes = forward.graph.find_nodes(op="placeholder")
-            fakes = [n.meta["val"] for n in nodes]
-            outputs = _names(output.args[0])
-            with _aligned(
-                v for n, v in zip(nodes, fakes, strict=True) if n.name in owned
-            ):
-                first = compile_fx_inner(forward, fakes, static_input_idxs=list(static))
-            forward_half = half_of(first, forward, outputs)
-            # Inductor chooses strides of saved values; the backward half is compiled
-            # for these, as AOTAutograd does.
-            strides = dict(zip(outputs, first.output_strides or (), strict=False))
-            fakes, aligned = [], []
-            for node in backward.graph.find_nodes(op="placeholder"):
-                fake, real = node.meta["val"], strides.get(node.name)
-                if isinstance(fake, torch.Tensor) and real is not None:
-                    real = tuple(
-                        shapes.deserialize_symexpr(s) if isinstance(s, str) else s
-                        for s in real
-                    )
-                    if str(real) != str(fake.stride()):
-                        with mode:
-                            fake = fake.as_strided(fake.shape, real)
-                fakes.append(fake)
-                if node.name in owned or not node.name.startswith(_GIVEN):
-                    aligned.append(fake)
-            output = backward.graph.output_node()
-            output.meta["user_visible_output_idxs"] = []
-            last = _names(output.args[0])
-            with _aligned(aligned):
-                second = compile_fx_inner(backward, fakes, is_backward=True)
-            backward_half = half_of(second, backward, last)
+            halves: list[CompiledHalf] = []
+            strides: dict[str | None, Any] = {}
+            options: dict[str, Any] = {"static_input_idxs": list(static)}
+            for module in (forward, backward):
+                fakes, aligned = [], []
+                for node in module.graph.find_nodes(op="placeholder"):
+                    fake, real = node.meta["val"], strides.get(node.name)
+                    if isinstance(fake, torch.Tensor) and real is not None:
+                        real = tuple(
+                            shapes.deserialize_symexpr(s) if isinstance(s, str) else s
+                            for s in real
+                        )
+                        if str(real) != str(fake.stride()):
+                            with mode:
+                                fake = fake.as_strided(fake.shape, real)
+                    fakes.append(fake)
+                    if node.name in owned or not node.name.startswith(_GIVEN):
+                        aligned.append(fake)
+                output = module.graph.output_node()
+                outputs = [getattr(result, "name", None) for result in output.args[0]]
+                seen = [i for i in visible if outputs[i]] if not halves else []
+                output.meta["user_visible_output_idxs"] = seen
+                with _aligned(aligned):
+                    found = compile_fx_inner(module, fakes, **options)
+                halves.append(half_of(found, module, outputs))
+                options = {"is_backward": True}
+                # Inductor chooses strides of saved values; the backward half is
+                # compiled for these, as AOTAutograd does.
+                strides = dict(zip(outputs, found.output_strides or (), strict=False))
     except NotCompiledError:
         raise
     except Exception as e:  # Inductor may fail with any error
         raise _failed("compile", e) from e
-    halves = forward_half, backward_half
-    return CompiledStep(*halves, results, symbols, shapes, names)
+    first, second = halves
+    return CompiledStep(first, second, results, symbols, shapes, names)
 
 
 _GIVEN = "primals_", "tangents_"
@@ -361,10 +355,6 @@ def _separate_loops() -> AbstractContextManager[None]:
         return touched >= _LARGE and not is_part
 
     return replaced(CppScheduling, ready_to_flush=ready_to_flush)
-
-
-def _names(results: Sequence[Any]) -> list[str | None]:
-    return [r.name if isinstance(r, torch.fx.Node) else None for r in results]
 
 
 def half_of(
