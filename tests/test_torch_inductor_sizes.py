@@ -84,10 +84,6 @@ def loop_of(optimizer, loss_of):
     return step
 
 
-def of_scores(forward):
-    return lambda x, y: reader_loss(forward(x), y)
-
-
 @pytest.mark.slow
 def test_lengths_share_one_compilation_and_each_keeps_the_budget(compilations):  # noqa: F811
     model, optimizer = reader()
@@ -127,14 +123,15 @@ def test_a_compiled_model_has_one_compilation_for_rows_and_lengths(compilations)
     sizes = [(4, 16), (6, 40), (5, 24), (8, 10)]
     model, optimizer = reader()
     plain = torch.compile(model, dynamic=True, fullgraph=True)
-    expected = looped(loop_of(optimizer, of_scores(plain)), sizes)
+    expected = looped(loop_of(optimizer, lambda x, y: reader_loss(plain(x), y)), sizes)
     torch._dynamo.reset()
     FxGraphCache.clear()
     compilations.clear()
     model, optimizer = reader()
     backend = mt.backend(inductor=True, cache=None)
     forward = torch.compile(model, backend=backend, fullgraph=True)
-    assert looped(loop_of(optimizer, of_scores(forward)), sizes) == expected
+    loop = loop_of(optimizer, lambda x, y: reader_loss(forward(x), y))
+    assert looped(loop, sizes) == expected
     assert len(compilations) == 4
     assert len(backend.plans) == len(sizes)
     assert all(plan.kernels > 4 for plan in backend.plans)

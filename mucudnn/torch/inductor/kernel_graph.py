@@ -50,8 +50,7 @@ from mucudnn.torch.source_lines import storage_of
 
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
-_SMALL_INTEGERS = torch.int8, torch.int32
-"""Types of places in pooling windows and of the pivots of LAPACK."""
+_SMALL_INTEGERS = torch.int8, torch.int32  # of places in windows, of pivots
 
 _VIEWS: Mapping[str, Any] = {
     "torch": torch,
@@ -64,8 +63,6 @@ _NUMBERS = torch.SymInt, torch.SymFloat, torch.SymBool
 
 _ALIGNED = 16
 """Bytes to a multiple of which kernels for CUDA expect parameters to be aligned."""
-
-_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass
@@ -193,7 +190,7 @@ class KernelGraph:
         call = Call(
             line.function,
             tuple(map(Operand, range(len(line.operands)))),
-            _NO_KWARGS,
+            {},
             (None,) if single else tuple(range(len(line.results))),
             random=line.random,
             into=line.into if in_place else None,
@@ -290,7 +287,7 @@ class KernelGraph:
             name, self.tensors[of].shape, "uint8", self.tensors[of].role, of
         )
         self.layouts[name] = layout
-        self.calls[name] = Call(view, (Operand(0),), _NO_KWARGS, (None,))
+        self.calls[name] = Call(view, (Operand(0),), {}, (None,))
         self.nodes.append(
             Node(
                 name, "view", (of,), (name,), phase=phase, traits=NodeTraits(view=True)
@@ -524,16 +521,13 @@ def lower_step(
     # One graph of both. Results of the passes are inputs of the rest, and two
     # placeholders may be one tensor.
     names = [node.name for node in captured.module.graph.find_nodes(op="placeholder")]
+    equal = [*zip(names, rest.inputs, strict=False)]
+    equal += zip(rest.inputs[count:], made.values(), strict=True)
     renamed = {
         given: name
-        for given, name in zip(names, rest.inputs, strict=False)
-        if name is not None and name != given
+        for given, name in equal
+        if given != name and None not in (given, name)
     }
-    renamed.update(
-        (given, value)
-        for given, value in zip(rest.inputs[count:], made.values(), strict=True)
-        if given is not None
-    )
 
     def named(name: Any) -> Any:
         return renamed.get(name, name) if isinstance(name, str) else name

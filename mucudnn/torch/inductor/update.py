@@ -245,7 +245,7 @@ def _shape(lowered: Lowered, node: Node) -> tuple[int, ...] | None:
     """Return the shape of an operation on single elements; None for any other one."""
     call = lowered.calls[node.name]
     leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
-    numbers = any(map(_is_number, leaves))
+    numbers = any(isinstance(leaf, Number) for leaf in leaves)
     if call.function not in _EXACT and (numbers or call.function not in _PLAIN):
         return None
     (result,) = node.outputs
@@ -261,10 +261,6 @@ def _shape(lowered: Lowered, node: Node) -> tuple[int, ...] | None:
     )
     alone = lowered.graph.tensors[result].alias is None
     return shape if fits and alone and math.prod(shape) > 1 else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Number)
 
 
 def _described(
@@ -303,8 +299,8 @@ def _described(
         len(kernel),
         [*stored, *(name for name in outputs if name not in stored)],
         [stores[name] for name in stored],
-        list(dict.fromkeys(filter(_is_number, leaves))),
-        list(dict.fromkeys(filter(_is_number, scalars))),
+        list(dict.fromkeys(v for v in leaves if isinstance(v, Number))),
+        list(dict.fromkeys(v for v in scalars if isinstance(v, Number))),
         mine,
     )
 

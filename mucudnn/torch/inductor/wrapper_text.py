@@ -203,7 +203,7 @@ class _Reader:
         self._values = words - self._space.keys()
         self._allocated: dict[str, str] = {}  # value -> its allocation
         self._written: set[str] = set()
-        self._parts: dict[str, tuple[ast.Call, dict[int, str]]] = {}
+        self._parts: dict[str, dict[int, str]] = {}  # results by place
         self._lines: list[tuple[ast.Call, str | None, dict[int, str]]] = []
 
     def read(self) -> Wrapper:
@@ -254,7 +254,7 @@ class _Reader:
             case ast.Name(name), ast.Subscript(
                 ast.Name(whole), ast.Constant(int(i))
             ) if whole in self._parts:
-                self._parts[whole][1][i] = self._declare(name)
+                self._parts[whole][i] = self._declare(name)
             case ast.Name(name), (
                 ast.Name()
                 | ast.Attribute()
@@ -271,9 +271,8 @@ class _Reader:
                 if returns_view(self._resolved(call)):  # of complex numbers
                     self._names[name] = ast.unparse(call)
                     return
-                items: dict[int, str] = {}
-                self._parts[name] = call, items
-                self._lines.append((call, self._declare(name), items))
+                self._parts[name] = {}
+                self._lines.append((call, self._declare(name), self._parts[name]))
             case _:
                 raise unknown(statement)
 
