@@ -73,20 +73,17 @@ def test_every_planner_plans_every_table_in_order_within_the_limit(name, tables)
 
 
 def test_launch_overhead_and_noise_count_against_dividing():
+    def parts(table, **changes):
+        return len(workspace_reuse([replace(table, **changes)], 0)[0].steps)
+
     rows = (perf("A", 1, 1.0, 0), perf("A", 2, 2.5, 0))
     table = PerfTable(problem(2), rows)
-    assert len(workspace_reuse([table], 0)[0].steps) == 2
-    assert (
-        len(workspace_reuse([replace(table, launch_overhead_ms=1.0)], 0)[0].steps) == 1
-    )
-    noisy = (replace(rows[0], noise_ms=0.3), rows[1])
-    assert len(workspace_reuse([replace(table, perfs=noisy)], 0)[0].steps) == 1
-
-
-def test_ties_go_to_fewer_parts_even_when_tenths_add_up_unevenly():
-    rows = [perf("A", b, 0.1 * b, 0) for b in (1, 2, 4, 8)]
-    (plan,) = workspace_reuse([PerfTable(problem(8), tuple(rows))], 0)
-    assert [s.batch for s in plan.steps] == [8]
+    assert parts(table) == 2
+    assert parts(table, launch_overhead_ms=1.0) == 1
+    assert parts(table, perfs=(replace(rows[0], noise_ms=0.3), rows[1])) == 1
+    # Ties go to fewer parts, even where tenths add up unevenly.
+    rows = tuple(perf("A", b, 0.1 * b, 0) for b in (1, 2, 4, 8))
+    assert parts(PerfTable(problem(8), rows)) == 1
 
 
 @pytest.mark.parametrize(
@@ -111,17 +108,14 @@ def test_candidate_batches_end_with_the_whole_batch(batch, policy):
     assert sizes[0] >= 1
 
 
-def test_unknown_names_list_the_choices():
+def test_unknown_names_list_the_choices_and_a_batch_is_not_empty():
     with pytest.raises(ValueError, match="all, powers_of_two, undivided"):
         candidate_batches(4, "powerOfTwo")
+    with pytest.raises(ValueError, match="the mini-batch must be at least 1, got 0"):
+        candidate_batches(0, "all")
     with pytest.raises(ValueError, match="undivided, workspace_division"):
         PLANNERS.resolve("magic")
     assert PLANNERS.resolve(undivided) is undivided
-
-
-def test_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="the mini-batch must be at least 1, got 0"):
-        candidate_batches(0, "all")
 
 
 @pytest.mark.parametrize("name", ["undivided", "workspace_reuse", "minimum_workspace"])
@@ -145,24 +139,25 @@ def test_the_smallest_need_is_that_of_a_division():
 
 
 @pytest.mark.parametrize("name", sorted(PLANNERS.table))
-def test_nothing_usable_shows_the_errors(name):
+@pytest.mark.parametrize(
+    ("batch", "rows", "message"),
+    [
+        (
+            2,
+            [("FFT", 2, "filter too large"), ("WINOGRAD", 2, "stride 2")],
+            "FFT: filter too large; WINOGRAD: stride 2",
+        ),
+        (2, [], "nothing was measured"),
+        (5, [("A", 2, None), ("A", 4, None)], "sizes 2, 4, which do not make up its 5"),
+    ],
+)
+def test_why_nothing_is_planned_is_told(name, batch, rows, message):
     rows = (
-        perf("FFT", 2, math.inf, 0, error="filter too large"),
-        perf("WINOGRAD", 2, math.inf, 0, error="stride 2"),
+        perf(algo, size, math.inf if error else 1.0, 0, error=error)
+        for algo, size, error in rows
     )
-    with pytest.raises(
-        PlanningError, match="FFT: filter too large; WINOGRAD: stride 2"
-    ):
-        PLANNERS.resolve(name)([PerfTable(problem(2), rows)], 10)
-    with pytest.raises(PlanningError, match="nothing was measured"):
-        PLANNERS.resolve(name)([PerfTable(problem(2), ())], 10)
-
-
-@pytest.mark.parametrize("name", sorted(PLANNERS.table))
-def test_sizes_that_do_not_add_up(name):
-    table = PerfTable(problem(5), (perf("A", 2, 1.0, 0), perf("A", 4, 1.0, 0)))
-    with pytest.raises(PlanningError, match="sizes 2, 4, which do not make up its 5"):
-        PLANNERS.resolve(name)([table], 10)
+    with pytest.raises(PlanningError, match=message):
+        PLANNERS.resolve(name)([PerfTable(problem(batch), tuple(rows))], 10)
 
 
 def test_infinite_and_oversized_rows_are_never_chosen():

@@ -51,11 +51,8 @@ def texts(element):
     return [t.strip() for t in element.itertext() if t.strip()]
 
 
-def test_html_escapes_its_title(page):
+def test_html_escapes_its_title_and_needs_nothing_from_elsewhere(page, comparison):
     assert "alexnet <&> friends" in page.findtext(".//h1")
-
-
-def test_html_needs_nothing_from_elsewhere(comparison):
     text = html_report(comparison, "x")
     assert not re.search(r"https?:|<script[^>]*src|<link|@import|url\(|src=", text)
 
@@ -252,11 +249,7 @@ def cut_down(comparison, keep, reason):
 
 def cards(comparison):
     text = html_report(comparison, "x").removeprefix("<!DOCTYPE html>")
-    return [texts(card) for card in ET.fromstring(text).iter() if is_card(card)]
-
-
-def is_card(element):
-    return element.get("class") == "card"
+    return [texts(e) for e in ET.fromstring(text).iter() if e.get("class") == "card"]
 
 
 @pytest.mark.parametrize("keep", [0, 1, 14])
@@ -294,12 +287,8 @@ def test_many_rows_without_results_are_one_line(comparison):
     page = html_report(replace(short, layers=(*short.layers[:3], *unmeasured)), "x")
     assert "4 layers without results are not listed: time limit (4)" in page
     assert page.count('<details class="layer"') == 1
-
-
-def test_few_rows_without_results_are_listed():
     table = Table("", ("layer", ">ms"), (("a", "1"), ("b", "–")), empty={1: "no time"})
-    stream = io.StringIO()
-    write_tables([table], stream)
+    write_tables([table], stream := io.StringIO())
     assert stream.getvalue() == "layer  ms\na       1\nb       –\n"
 
 
@@ -310,21 +299,13 @@ def test_a_mean_stands_where_no_time_would_help(comparison):
         assert any("geometric mean" in text for text in card)
         assert any(text.endswith(counted) for text in card)
     assert all(note.endswith(counted) for note in comparison_tables(short)[1].notes)
-
-
-def test_several_reasons_are_counted(comparison):
     short = cut_down(comparison, 3, "not compared: the time limit was reached")
-    short = replace(short, layers=short.layers[:10])
-    for card in cards(short):
+    for card in cards(replace(short, layers=short.layers[:10])):
         assert card[2] == "12 not measured: time limit (7), interrupted (5)"
-
-
-def test_a_whole_comparison_says_nothing_of_what_is_missing(comparison):
     whole = replace(comparison, limits=comparison.limits[1:2])
     layers = tuple(replace(x, outcomes=x.outcomes[1:2]) for x in whole.layers)
     whole = replace(whole, layers=layers)
-    (entry,) = whole.summary
-    assert entry.missing == ()
+    assert [entry.missing for entry in whole.summary] == [()]
     assert comparison_tables(whole)[1].notes == ()
     assert cards(whole)[0][-1].endswith("15 of 15 layers compared")
 
