@@ -165,30 +165,47 @@ def greedy_overspender(core):
     return Selection(tuple(len(group) - 1 for group in core.groups), optimal=True)
 
 
-@pytest.mark.parametrize("solver", [no_solution, greedy_overspender])
-def test_a_failing_solver_is_replaced(solver, caplog):
-    tables, total = hard()
-    with caplog.at_level(logging.WARNING):
-        plans = divide(tables, total, solver)
-    assert solver.__name__ in caplog.text
-    assert plans == divide(tables, total, exact)
+def broken(error):
+    """CBC, where it cannot be run."""
 
-
-@pytest.mark.parametrize("error", [pulp.PulpSolverError("no cbc"), OSError("no disk")])
-def test_a_solver_that_cannot_be_run_is_replaced(error, monkeypatch, caplog):
     def fail(self, model, **options):
         raise error
 
+    def solve(core):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pulp.PULP_CBC_CMD, "actualSolve", fail)
+            return ilp(core)
+
+    solve.__name__ = str(error)
+    return solve
+
+
+def stopped(core):
+    return Selection(core.incumbent, optimal=False)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        no_solution,
+        greedy_overspender,
+        broken(pulp.PulpSolverError("no cbc")),
+        broken(OSError("no disk")),
+    ],
+)
+def test_a_failing_solver_is_replaced(solver, caplog):
     tables, total = hard()
-    monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", fail)
+    best = divide(tables, total, exact)
     with caplog.at_level(logging.WARNING):
-        plans = workspace_division(tables, total)
-    assert str(error) in caplog.text
-    assert plans == divide(tables, total, exact)
+        assert divide(tables, total, solver) == best
+    assert solver.__name__ in caplog.text
+    early = divide(tables, total, stopped)  # feasible
+    assert sum(plan.workspace for plan in early) <= total
+    assert cost_ms(early) >= cost_ms(best)
 
 
-def commands(monkeypatch):
-    """What solvers are started with."""
+def test_no_plan_depends_on_a_clock(monkeypatch):
+    """A tree of so many nodes, searched by one thread from one seed."""
     started, original = [], subprocess.Popen
 
     def spy(args, *rest, **options):
@@ -196,25 +213,15 @@ def commands(monkeypatch):
         return original(args, *rest, **options)
 
     monkeypatch.setattr(subprocess, "Popen", spy)
-    return started
-
-
-def check(command):
-    """A tree of so many nodes, searched by one thread from one seed, by no clock."""
-    options = dict(itertools.pairwise(command))
-    assert not {"-sec", "-seconds"} & set(command)
-    assert int(options["-maxNodes"]) > 0
-    assert options["-threads"] == "1"
-    assert {"-randomSeed", "-randomCbcSeed"} < set(options)
-
-
-def test_no_plan_depends_on_a_clock(monkeypatch):
-    started = commands(monkeypatch)
     tables, total = hard()
     assert workspace_division(tables, total) == workspace_division(tables, total)
     assert len(started) >= 2
     for command in started:
-        check(command)
+        options = dict(itertools.pairwise(command))
+        assert not {"-sec", "-seconds"} & set(command)
+        assert int(options["-maxNodes"]) > 0
+        assert options["-threads"] == "1"
+        assert {"-randomSeed", "-randomCbcSeed"} < set(options)
 
 
 def test_a_program_that_is_not_reduced_ends_by_its_nodes():
@@ -236,17 +243,6 @@ def test_passes_look_at_no_clock():
             names = [alias.name for alias in getattr(node, "names", ())]
             names += [getattr(node, "module", None)]
             assert not {"time", "datetime"} & set(names), module
-
-
-def test_a_solver_stopped_early_is_feasible():
-    tables, total = hard()
-
-    def stopped(core):
-        return Selection(core.incumbent, optimal=False)
-
-    plans = divide(tables, total, stopped)
-    assert sum(plan.workspace for plan in plans) <= total
-    assert cost_ms(plans) >= cost_ms(divide(tables, total, exact))
 
 
 def test_equal_tables_are_examined_once(monkeypatch):
