@@ -254,19 +254,6 @@ def test_all_three_are_copied_to(bench, plan, tmp_path):
 
 
 @needs_segments
-def test_a_segment_holds_what_is_copied_there():
-    device, nbytes = get_backend("cpu").device, 1 << 16
-    segment = device.peer(1, nbytes)
-    copier = segment.copier(device)
-    here, there = device.allocate(nbytes), segment.view(0, nbytes)
-    here[:] = 7
-    copier.wait(copied(copier, "out", here, there))
-    assert (there == 7).all()
-    copier.close()
-    segment.close()
-
-
-@needs_segments
 def test_a_step_whose_copies_fail_stops(bench, plan, monkeypatch):
     def fails(source, target):
         raise OSError("the peer is gone")
