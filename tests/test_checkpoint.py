@@ -46,25 +46,18 @@ def test_what_is_saved_is_loaded_and_the_last_two_are_kept(tmp_path):
         checkpoints.save(at(step))
         same(checkpoints.load(WORDS), step)
     assert checkpoints.steps() == (11, 7)
-    assert names(checkpoints.folder) == [
-        "step-00000007.safetensors",
-        "step-00000011.safetensors",
-    ]
-
-
-def test_any_reader_of_the_format_has_the_arrays(tmp_path):
-    Checkpoints(tmp_path).save(at(1))
-    arrays = load_file(tmp_path / "step-00000001.safetensors")
-    assert arrays.keys() == arrays_at(1).keys()
-    for name, array in arrays_at(1).items():
+    files = [f"step-000000{step}.safetensors" for step in ("07", "11")]
+    assert names(checkpoints.folder) == files
+    arrays = load_file(checkpoints.folder / files[1])  # as any reader of the format
+    assert arrays.keys() == arrays_at(11).keys()
+    for name, array in arrays_at(11).items():
         np.testing.assert_array_equal(arrays[name], array)
-
-
-def test_saving_a_step_again_replaces_it(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(at(1))
-    checkpoints.save(Checkpoint(1, {}, WORDS, {"epoch": 9}))
-    assert checkpoints.load(WORDS).progress == {"epoch": 9}
+    # A step is replaced; words are compared as JSON has them.
+    words = {"image": (3, 32, 32), "rate": 0.1}
+    checkpoints.save(Checkpoint(11, {}, words, {"epoch": 9}))
+    found = checkpoints.load(words)
+    assert found.progress == {"epoch": 9}
+    assert found.words == {"image": [3, 32, 32], "rate": 0.1}
 
 
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -98,21 +91,22 @@ def test_a_damaged_one_is_passed_over(tmp_path, where, how):
     same(checkpoints.load(WORDS), 2)
 
 
-def test_training_that_goes_on_from_before_a_damaged_one_forgets_it(tmp_path):
+def test_damaged_ones_are_forgotten_and_an_error_if_there_are_no_others(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 9):
         checkpoints.save(at(step))
     (tmp_path / "step-00000009.safetensors").write_bytes(b"")
     checkpoints.save(at(2))
     assert checkpoints.steps() == (2, 1)
-
-
-def test_only_damaged_ones_are_an_error(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(at(1))
-    (tmp_path / "step-00000001.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"step 1: .* as arrays: .*too small"):
+    for step in (1, 2):
+        (tmp_path / f"step-0000000{step}.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"step 2: .* as arrays: .*too small"):
         checkpoints.load(WORDS)
+    with pytest.raises(CheckpointError, match="cannot write"):
+        Checkpoints(tmp_path / "step-00000002.safetensors" / "folder").save(at(1))
+    for keep in (0, -1):
+        with pytest.raises(ValueError, match="at least one"):
+            Checkpoints(tmp_path, keep=keep)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +124,6 @@ def test_of_another_training(tmp_path, words, message):
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(words)
     same(checkpoints.load(), 1)
-
-
-def test_words_are_compared_as_json_has_them(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    words = {"image": (3, 32, 32), "rate": 0.1}
-    checkpoints.save(Checkpoint(1, {}, words, {}))
-    assert checkpoints.load(words).words == {"image": [3, 32, 32], "rate": 0.1}
 
 
 def test_other_files_are_left_alone(tmp_path):
@@ -179,18 +166,6 @@ def test_files_that_cannot_grow_lose_nothing(tmp_path, most):
     assert "CheckpointError: cannot write the checkpoint of step 2" in errors
     assert names(tmp_path) == before
     same(checkpoints.load(WORDS), 1)
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot write"):
-        Checkpoints(tmp_path / "file" / "folder").save(at(1))
-
-
-@pytest.mark.parametrize("keep", [0, -1])
-def test_at_least_one_is_kept(tmp_path, keep):
-    with pytest.raises(ValueError, match="at least one"):
-        Checkpoints(tmp_path, keep=keep)
 
 
 def test_killed_at_any_moment_it_can_go_on(tmp_path):

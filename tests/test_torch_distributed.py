@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mucudnn.ir.fleet import Rank
 from mucudnn.passes.load_balancing import share_times
 from mucudnn.torch.distributed import collectives
-from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, start
+from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, started
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("needs PyTorch with gloo", allow_module_level=True)
@@ -232,15 +232,10 @@ def test_a_dead_rank_ends_the_others_and_the_run_goes_on_with_another_number(
     where, others, tmp_path
 ):
     """It dies between two steps, or in the middle of a backward pass."""
-    processes = start(where, 2, tmp_path)
-    try:
-        assert processes[1].wait(300) == -signal.SIGKILL
-        assert processes[0].wait(300) == 1  # PyTorch's own patience is half an hour
-    finally:
+    with started(where, 2, tmp_path) as processes:
         for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.join(300)  # PyTorch's own patience is half an hour
+        assert [p.exitcode for p in processes] == [1, -signal.SIGKILL]
     *_, line = (tmp_path / "0.err").read_text().strip().splitlines()
     assert (
         "mucudnn.errors.RankLostError: another rank failed or does not respond" in line

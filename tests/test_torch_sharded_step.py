@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +13,14 @@ from mucudnn.ir.graph import Phase
 from mucudnn.torch.costs.measure import measured
 from mucudnn.torch.distributed.sharding import WAIT
 from mucudnn.torch.lowering.lower import lower
-from tests.fleet_ranks import ranks, start
+from tests.fleet_ranks import ranks, started
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("needs PyTorch with gloo", allow_module_level=True)
 
 pytestmark = pytest.mark.torch
 
-FILE = Path(__file__).with_name("sharded_steps.py")
+MODULE = "tests.sharded_steps"
 
 GROUPS = (
     (2, ("fsdp", "wide", "tight", "tied", "partly")),
@@ -40,7 +39,7 @@ def results(tmp_path_factory):
     @functools.cache
     def of(size, cases):
         folder = tmp_path_factory.mktemp("ranks")
-        return ranks(",".join(cases), size, folder, FILE)
+        return ranks(",".join(cases), size, folder, MODULE)
 
     return of
 
@@ -106,15 +105,9 @@ def test_no_rank_measures_a_collective_alone():
 
 
 def test_a_killed_rank_ends_the_others_with_one_error(tmp_path):
-    processes = start("killed", 2, tmp_path, FILE)
-    try:
+    with started("killed", 2, tmp_path, MODULE) as processes:
         for process in processes:
-            process.wait(240)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.join(240)
     found = json.loads((tmp_path / "0.json").read_text())
     assert found["message"].startswith("RankLostError: another rank failed")
     assert found["seconds"] < 60

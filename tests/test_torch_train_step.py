@@ -144,14 +144,6 @@ def test_copies_are_waited_for(waited, monkeypatch):
     assert (found[0] == wanted[0]) == waited
 
 
-def test_results_do_not_hold_memory_of_the_step():
-    model, loss_fn, batch = build("mlp")
-    step = mt.train_step(model, loss_fn, sgd(model))
-    losses = [step(*batch) for _ in range(3)]
-    assert {loss.untyped_storage().nbytes() for loss in losses} == {4}
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_training_goes_on_from_a_checkpoint():
     wanted, _, _ = eager("cnn", adamw)
     model, loss_fn, (x, y) = build("cnn")
@@ -222,17 +214,22 @@ def test_bad_input_is_said():
 
     with pytest.raises(TypeError, match="it must contain tensors only"):
         mt.train_step(model, loss_fn, sgd(model))(x, 3)
+    with pytest.raises(TypeError, match="would be the same"):
+        mt.train_step(model, lambda out, y: (out.sum(), 3.0), sgd(model))(x, y)
     with pytest.raises(UnsupportedError, match="on the CPU and on"):
         mt.train_step(model, loss_fn, sgd(model))(x.to("meta"), y)
 
 
-def test_planning_draws_no_random_numbers():
+def test_planning_draws_no_random_numbers_and_results_hold_no_memory_of_the_step():
     """Whoever seeds before the first step gets the eager step's dropout."""
     model, loss_fn, batch = build("gpt")
     before = torch.get_rng_state()
     step = mt.train_step(model, loss_fn, sgd(model), cache=None)
     step.prepare(*batch)
     assert torch.equal(torch.get_rng_state(), before)
+    losses = [step(*batch) for _ in range(3)]
+    assert {loss.untyped_storage().nbytes() for loss in losses} == {4}
+    assert all(p.grad is None for p in model.parameters())
 
 
 def built(*, norm=False):
@@ -367,12 +364,6 @@ def test_a_batch_has_many_forms():
         step()
 
 
-def test_numbers_beside_the_loss_are_refused():
-    model, optimizer, x, y = built()
-    with pytest.raises(TypeError, match="would be the same"):
-        mt.train_step(model, lambda out, y: (out.sum(), 3.0), optimizer)(x, y)
-
-
 def test_hooks_when_a_gradient_is_accumulated_need_eager_mode():
     model, optimizer, x, y = built()
     model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
@@ -394,6 +385,17 @@ def test_every_kind_of_batch_has_a_plan_up_to_a_limit():
         step.prepare(x[:3], y[:3])
     assert step.prepare(x, y) is first
     assert step.prepare(x[:4], y[:4]) is not second
+    # What changes with every step is named once plans are dropped.
+    model = Tempered(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, functional.mse_loss, optimizer, cache=None, max_plans=2)
+    for model.heat in (1.0, 2.0):
+        step(x, y)
+    model.heat = 3.0
+    changed = r"max_plans=2.*Tempered\.heat changed.*tensor"
+    with pytest.warns(UserWarning, match=changed):
+        step(x, y)
+    assert step(x, y).isfinite()
 
 
 class Tempered(nn.Linear):
@@ -401,17 +403,3 @@ class Tempered(nn.Linear):
 
     def forward(self, x):
         return super().forward(x) / self.heat
-
-
-def test_what_changes_with_every_step_is_named_once_plans_are_dropped():
-    model, x, y = Tempered(6, 3), torch.randn(6, 6), torch.randn(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, functional.mse_loss, optimizer, cache=None, max_plans=2)
-    for model.heat in (1.0, 2.0):
-        step(x, y)
-    model.heat = 3.0
-    with pytest.warns(
-        UserWarning, match=r"max_plans=2.*Tempered\.heat changed.*tensor"
-    ):
-        step(x, y)
-    assert step(x, y).isfinite()
