@@ -13,8 +13,8 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -280,11 +280,8 @@ def test_threads_share_a_cache(cache):
             cache.put(GPU, PROBLEM, [perf(name, batch)])
             assert perf(name, batch) in cache.get(GPU, PROBLEM.with_batch(batch))
 
-    threads = [threading.Thread(target=work, args=(f"A{i}",)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, [f"A{i}" for i in range(6)]))
     assert len(cache.rows()) == 120
 
 
