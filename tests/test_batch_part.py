@@ -186,8 +186,6 @@ def test_words_about_statistics_are_checked():
         trained("unet", batch_norm="global")
 
 
-"""In double precision: the order of sums, no more."""
-
 SHARES = 9, 3
 
 

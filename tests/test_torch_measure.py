@@ -209,8 +209,9 @@ def test_bytes_of_a_gpu_are_what_is_asked_for_beyond_what_was_there():
 
         return make
 
-    meter = CudaMeter(torch.device("cuda", 0), gpu)
-    assert type(meter_of(meter.device)) is CudaMeter
+    device = torch.device("cuda", 0)
+    assert type(meter_of(device)) is CudaMeter
+    meter = CudaMeter(device, gpu)
     assert meter.most_bytes([prepared(70), prepared(30)]) == [70, 30]
     assert gpu.synchronized == 2
     text = torch.cuda.memory.memory_stats.__doc__  # the statistics that are read
