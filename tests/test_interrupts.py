@@ -274,6 +274,7 @@ def test_all_is_as_it_was_afterwards():
     interrupts = Interrupts(clock=clock)
     with interrupts, interrupts:
         assert signal.getsignal(signal.SIGTERM) is interrupts
+        assert interrupts.number is None
         # Without an end of its own, a second Ctrl-C is Python's.
         for clock.now in (0.0, 1.0):
             with pytest.raises(KeyboardInterrupt):
