@@ -178,9 +178,10 @@ def test_what_a_checkpoint_changes_twice_in_eager_mode_is_announced(norm):
 
 def test_batches_and_parameters_that_are_not_trained_with_are_announced():
     model, ones = nn.Linear(4, 4), torch.ones(2, 4)
-    step = step_of(model, torch.Tensor.sum)
     with pytest.warns(UserWarning, match="computed with gradients"):
-        step(nn.Linear(4, 4)(ones))
+        step_of(nn.Linear(4, 4), torch.Tensor.sum)(model(ones))
+    step = step_of(model, torch.Tensor.sum)
+    step(ones)
     model.load_state_dict(model.state_dict(), assign=True)
     with pytest.warns(UserWarning, match="do not update 2 .* create a new optimizer"):
         step(ones)
