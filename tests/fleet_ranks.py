@@ -1,14 +1,11 @@
-"""Processes that train together, on the loopback device, bounded in time.
+"""Processes that train together, on the loopback device, bounded in time."""
 
-`python fleet_ranks.py SCENARIO RANK SIZE FOLDER` is one of them; `ranks` starts some.
-"""
-
+import importlib
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
+from contextlib import contextmanager
 
 from tests.rank_networks import NETWORKS
 
@@ -16,15 +13,9 @@ SECONDS = 280
 EPOCHS, BATCH, SAMPLES = 2, 12, 30
 RATES = {"mean": 0.1, "sum": 0.01}
 
-
-def environment():
-    """What a rank's process is started with: the loopback device, one thread."""
-    return {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parent.parent),
-    }
+FORKED = multiprocessing.get_context("forkserver")
+"""Ranks are forked where PyTorch is imported: each would do so for seconds."""
+FORKED.set_forkserver_preload(["tests.sharded_steps", "mucudnn.torch"])
 
 
 def run_rank(store, rank, size, work):
@@ -39,34 +30,41 @@ def run_rank(store, rank, size, work):
     os._exit(0)  # gloo's threads may outlive the group, and abort an interpreter's end
 
 
-def start(scenario, size, folder, file=__file__):
-    """The processes, each with its output in a file of its own."""
-    found = []
-    for rank in range(size):
-        with (folder / f"{rank}.err").open("wb") as err:
-            command = [sys.executable, file, scenario, rank, size, folder]
-            found.append(
-                subprocess.Popen(
-                    list(map(str, command)), env=environment(), stderr=err, cwd=folder
-                )
-            )
-    return found
+def become_rank(module, scenario, rank, size, folder):
+    """Run the `main` of a module as one of the ranks, with its errors in a file."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.chdir(folder)
+    with (folder / f"{rank}.err").open("wb") as err:
+        os.dup2(err.fileno(), 2)
+    importlib.import_module(module).main(scenario, rank, size, folder)
 
 
-def ranks(scenario, size, folder, file=__file__):
-    """What each process wrote; those that are left are ended."""
-    processes = start(scenario, size, folder, file)
+@contextmanager
+def started(scenario, size, folder, module=__name__):
+    """The processes; those that are left at the end are killed."""
+    found = [
+        FORKED.Process(target=become_rank, args=(module, scenario, rank, size, folder))
+        for rank in range(size)
+    ]
     try:
+        for process in found:
+            process.start()
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+            process.join()
+
+
+def ranks(scenario, size, folder, module=__name__):
+    """What each process wrote."""
+    with started(scenario, size, folder, module) as processes:
         end = time.monotonic() + SECONDS
         for process in processes:
-            process.wait(max(1.0, end - time.monotonic()))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.join(max(1.0, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
     errors = [(folder / f"{rank}.err").read_text() for rank in range(size)]
-    assert [p.returncode for p in processes] == [0] * size, "\n".join(errors)
+    assert codes == [0] * size, "\n".join(errors)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
@@ -671,7 +669,3 @@ def main(scenario, rank, size, folder):
         (folder / f"{rank}.json").write_text(json.dumps(result))
 
     run_rank(folder / f"store-{scenario}-{size}", rank, size, work)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

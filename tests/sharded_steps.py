@@ -1,18 +1,13 @@
-"""Ranks that train one model by `train_step`, beside PyTorch's own FSDP2 or DDP.
-
-`python sharded_steps.py CASES RANK SIZE FOLDER` is one of them, see `fleet_ranks`.
-"""
+"""Ranks that train one model by `train_step`, beside PyTorch's own FSDP2 or DDP."""
 
 import copy
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -417,7 +412,6 @@ FEATURES = {
 
 
 def main(cases, rank, size, folder):
-    folder = Path(folder)
     torch.set_num_threads(1)
     found = {}
 
@@ -434,8 +428,4 @@ def main(cases, rank, size, folder):
                     found[name] = {"error": traceback.format_exc()}
         (folder / f"{rank}.json").write_text(json.dumps(found))
 
-    run_rank(folder / "store", int(rank), int(size), work)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_rank(folder / "store", rank, size, work)

@@ -55,38 +55,22 @@ def test_synchronised_statistics_make_the_function_of_one_process(
 
 def test_statistics_of_each_rank_are_another_function(alone):
     steps, _ = alone("unet")
-    found = Threads(2).run(lambda rank: trained("unet", (9, 3), rank))
+    found, _ = together("unet", [{}, {}])
     first = [mine[0][0] for mine, _ in found]
     assert first[0] == first[1] != pytest.approx(steps[0][0], rel=1e-6)
 
 
 def test_orders_may_be_the_rank_s_own(alone):
-    orders = "depth_first", "least_peak"
-    shares = 9, 3
-    found = Threads(2).run(
-        lambda rank: trained("plain", shares, rank, order=orders[rank.rank])
-    )
-    steps, _ = alone("plain")
-    for mine, theirs in found:
-        assert [each[0] for each in mine] == pytest.approx(
-            [loss for loss, _ in steps], rel=CLOSE
-        )
-        for key, value in theirs.items():
-            np.testing.assert_array_equal(value, found[0][1][key])
+    found, _ = together("plain", [{"order": "depth_first"}, {"order": "least_peak"}])
+    agree(found, *alone("plain"))
 
 
 def test_statistics_that_would_not_meet_are_refused():
-    orders = "builder", "depth_first"
+    orders = {"order": "builder"}, {"order": "depth_first"}
     with pytest.raises(ValueError, match="use the same order and split on all"):
-        Threads(2).run(
-            lambda rank: trained(
-                "branches",
-                (9, 3),
-                rank,
-                order=orders[rank.rank],
-                batch_norm="synchronised",
-            )
-        )
+        together("branches", orders, batch_norm="synchronised")
+    with pytest.raises(ValueError, match="unknown batch_norm 'global'; choose one of"):
+        trained("unet", batch_norm="global")
 
 
 @pytest.mark.parametrize(
@@ -180,13 +164,6 @@ def test_ranks_plan_by_what_their_cache_keeps(tmp_path):
     cold = plans((1, 2))
     assert cold == plans((3, 4)) == plans((5, 6))
 
-
-def test_words_about_statistics_are_checked():
-    with pytest.raises(ValueError, match="unknown batch_norm 'global'; choose one of"):
-        trained("unet", batch_norm="global")
-
-
-"""In double precision: the order of sums, no more."""
 
 SHARES = 9, 3
 

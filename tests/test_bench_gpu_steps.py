@@ -97,15 +97,6 @@ def test_one_that_never_ends_is_ended_and_the_next_one_asked(scripted, tmp_path)
     assert whole["state"] == "done"
 
 
-def test_a_loss_that_is_no_number_is_told():
-    entry = {
-        "state": "done",
-        "errors": {},
-        "rivals": {"ours": {"losses": {"ours": None}}},
-    }
-    assert steps._wrong(entry) == ["the loss of ours is no number"]
-
-
 def test_what_was_cut_off_is_asked_once_more(tmp_path):
     def cut_off():
         raise KeyboardInterrupt
@@ -124,11 +115,8 @@ def test_what_was_cut_off_is_asked_once_more(tmp_path):
     assert found["b"]["answer"] == 1
     assert sections.all_answered(found, "ab")
     assert not sections.all_answered(found, "abc")
-
-
-def test_without_time_none_is_begun(tmp_path):
-    late = job(tmp_path, ends=time.monotonic())
-    assert sections.asked(late, "some.json", {"a": dict}, worth_s=1.0) == {}
+    late = job(tmp_path, ends=time.monotonic())  # without time none is begun
+    assert sections.asked(late, "other.json", {"a": dict}, worth_s=1.0) == {}
 
 
 @pytest.mark.slow
@@ -201,6 +189,10 @@ def test_what_must_not_be_is_said(changes, said):
     found = torch_guest._wrong(entry(**changes))
     assert (said is None) == (found == [])
     assert said is None or said in found[0]
+    lost = {"rivals": {"ours": {"losses": {"ours": None}}}, "errors": {}}
+    assert steps._wrong(entry(**lost)) == ["the loss of ours is no number"]
+    spans = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]  # those that overlap count once
+    assert pytorch_steps._covered(spans) == 4.0
 
 
 @pytest.mark.torch
@@ -285,8 +277,3 @@ def test_a_section_runs_in_a_process_of_its_own(tmp_path):
     found = pytorch._answer(small(tmp_path, ends=time.monotonic() + 500), "trace")
     assert found["host_ms"] > 0
     assert found["launches"] == {"kernels": 0, "copies": 0}
-
-
-def test_spans_that_overlap_count_once():
-    spans = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]
-    assert pytorch_steps._covered(spans) == 4.0

@@ -91,19 +91,18 @@ def test_measured_steps_fit_the_advised_budget(name):
 # A budget of all that the device has free.
 
 
-def test_training_within_what_is_free():
+def test_training_within_what_is_free(monkeypatch):
     made = trainer(budget="device")
     images, labels = examples(8)
     made.step(images, labels)
     assert made.peak_bytes <= made.budget.nbytes
     assert made.budget.nbytes > 1 << 20
-
-
-def test_what_is_free_is_read_once_for_a_trainer(monkeypatch):
     cpu = get_backend("cpu").device
     monkeypatch.setattr(type(cpu), "available_bytes", lambda self: 12345)
     assert MemoryBudget.of("device", cpu).nbytes == 12345
     assert MemoryBudget.of("1KiB", cpu).nbytes == 1024
+    with pytest.raises(UnsupportedError, match="give a size, such as 8GiB"):
+        trainer(backend="null", budget="device")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +131,3 @@ def test_a_gpu_counts_what_libraries_take_and_modules_will(monkeypatch):
     monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool)
     device = CudaDevice(0, 91900)
     assert device.available_bytes() == (1 << 30) + (1 << 20) - (256 << 20)
-
-
-def test_a_device_without_memory_says_so():
-    with pytest.raises(UnsupportedError, match="give a size, such as 8GiB"):
-        trainer(backend="null", budget="device")

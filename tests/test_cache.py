@@ -13,8 +13,8 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,16 +84,22 @@ def aside(file, kind):
 # What it remembers
 
 
-def test_a_row_comes_back_as_it_was(cache):
+def test_a_row_and_a_verdict_come_back_as_they_were(cache):
     rows = (
         FAILED,
         perf(deterministic=False, noise_ms=0.25, samples=7, workspace=2**40),
         perf(math_mode="tf32"),
     )
     cache.put(GPU, PROBLEM, rows)
+    cache.put_verdict(GPU, PROBLEM, "2+6", 1.5)
+    cache.put_verdict(GPU, PROBLEM, "2+6", 1.25)
     assert cache.get(GPU, PROBLEM) == rows
-    assert cache.get("other", PROBLEM) == ()
-    assert cache.get(GPU, PROBLEM.with_direction(Direction.BACKWARD_DATA)) == ()
+    assert cache.get_verdict(GPU, PROBLEM, "2+6") == 1.25
+    assert cache.get_verdict(GPU, PROBLEM, "4+4") is None
+    backward = PROBLEM.with_direction(Direction.BACKWARD_DATA)
+    for key in (("other", PROBLEM), (GPU, backward), (GPU, PROBLEM.with_batch(9))):
+        assert cache.get(*key) == ()
+        assert cache.get_verdict(*key, "2+6") is None
 
 
 def test_every_field_of_the_problem_counts(cache):
@@ -126,15 +132,6 @@ def test_a_time_must_be_a_time(cache, bad):
     assert cache.get(GPU, PROBLEM) == ()
     with pytest.raises(ValueError, match="ratio"):
         cache.put_verdict(GPU, PROBLEM, "2+6", bad)
-
-
-def test_verdicts(cache):
-    cache.put_verdict(GPU, PROBLEM, "2+6", 1.5)
-    cache.put_verdict(GPU, PROBLEM, "2+6", 1.25)
-    assert cache.get_verdict(GPU, PROBLEM, "2+6") == 1.25
-    assert cache.get_verdict(GPU, PROBLEM, "4+4") is None
-    assert cache.get_verdict(GPU, PROBLEM.with_batch(9), "2+6") is None
-    assert cache.get_verdict("other", PROBLEM, "2+6") is None
 
 
 def test_summary_rows_and_clear(cache):
@@ -283,11 +280,8 @@ def test_threads_share_a_cache(cache):
             cache.put(GPU, PROBLEM, [perf(name, batch)])
             assert perf(name, batch) in cache.get(GPU, PROBLEM.with_batch(batch))
 
-    threads = [threading.Thread(target=work, args=(f"A{i}",)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, [f"A{i}" for i in range(6)]))
     assert len(cache.rows()) == 120
 
 
@@ -388,13 +382,30 @@ def truncate(file):
     os.truncate(file, file.stat().st_size // 2)
 
 
-def altered(statement):
+def altered(*statements, count=400):
+    """Return what makes a file of some of our rows, and runs SQL on it."""
+
     def ruin(file):
-        some_rows(file)
+        if count:
+            some_rows(file, count)
         with contextlib.closing(sqlite3.connect(file)) as db:
-            db.execute(statement)
+            for statement in statements:
+                db.execute(statement)
+            db.commit()
 
     return ruin
+
+
+THEIRS = "CREATE TABLE theirs AS SELECT 42 AS answer"
+FOREIGN = "PRAGMA journal_mode = WAL", THEIRS
+
+
+def opened(path, match):
+    """A cache that warns once as it is opened."""
+    with pytest.warns(CacheWarning, match=match) as caught:
+        cache = BenchmarkCache(path)
+    assert len(caught) == 1
+    return cache
 
 
 ALTERED = (
@@ -416,9 +427,8 @@ ALTERED = (
 def test_a_damaged_file_is_set_aside(file, ruin):
     ruin(file)
     before = file.read_bytes()
-    with pytest.warns(CacheWarning, match="a new") as caught, BenchmarkCache(file) as c:
-        assert_works(c, file)
-    assert len(caught) == 1
+    with opened(file, "a new") as cache:
+        assert_works(cache, file)
     (kept,) = aside(file, "corrupt")
     assert kept.read_bytes() == before
     with BenchmarkCache(file) as cache:
@@ -487,10 +497,7 @@ def test_flipped_bits_are_harmless_or_noticed(count, sound, tmp_path):
 
 
 def test_damaged_text_is_set_aside(file):
-    some_rows(file, 3)
-    with contextlib.closing(sqlite3.connect(file)) as db:
-        db.execute("UPDATE entries SET device = CAST(x'ff' AS TEXT)")
-        db.commit()
+    altered("UPDATE entries SET device = CAST(x'ff' AS TEXT)", count=3)(file)
     with BenchmarkCache(file) as cache:
         with pytest.warns(CacheWarning, match="UTF-8"):
             assert cache.rows() == ()
@@ -507,59 +514,33 @@ with BenchmarkCache(sys.argv[1]) as cache:
     child = spawn(code, file, stdin=subprocess.PIPE)
     assert child.stdout.readline() == "400\n"
     file.write_bytes(b"x" * 200 + file.read_bytes()[200:])
-    with pytest.warns(CacheWarning, match="in memory") as caught:
-        cache = BenchmarkCache(file)
-    assert len(caught) == 1
-    assert_works(cache, None)
-    cache.close()
+    with opened(file, "in memory") as cache:
+        assert_works(cache, None)
     assert aside(file, "corrupt") == []
     child.communicate("\n")
 
 
-def foreign_tables(file):
-    with contextlib.closing(sqlite3.connect(file)) as db:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("CREATE TABLE theirs AS SELECT 42 AS answer")
-        db.commit()
-
-
-def foreign_application(file):
-    foreign_tables(file)
-    with contextlib.closing(sqlite3.connect(file)) as db:
-        db.execute("PRAGMA application_id = 7")
-
-
-def newer_schema(file):
-    some_rows(file)
-    with contextlib.closing(sqlite3.connect(file)) as db:
-        db.execute("CREATE TABLE theirs AS SELECT 42 AS answer")
-        db.execute("PRAGMA user_version = 99")
-
-
-def older_schema(file):
-    newer_schema(file)
-    with contextlib.closing(sqlite3.connect(file)) as db:
-        db.execute("PRAGMA user_version = 2")
-
-
 def test_what_a_newer_version_wrote_stays_where_it_is(file):
-    newer_schema(file)
+    altered(THEIRS, "PRAGMA user_version = 99")(file)
     before = file.read_bytes()
-    with pytest.warns(CacheWarning, match="newer version .* not changed") as caught:
-        cache = BenchmarkCache(file)
-    with cache:
+    with opened(file, "newer version .* not changed") as cache:
         assert_works(cache, None)
-    assert len(caught) == 1
     assert file.read_bytes() == before
     assert aside(file, "*") == []
 
 
-@pytest.mark.parametrize("make", [foreign_tables, foreign_application, older_schema])
+@pytest.mark.parametrize(
+    "make",
+    [
+        altered(*FOREIGN, count=0),
+        altered(*FOREIGN, "PRAGMA application_id = 7", count=0),
+        altered(THEIRS, "PRAGMA user_version = 2"),
+    ],
+)
 def test_a_foreign_database_is_kept_whole(file, make):
     make(file)
-    with pytest.warns(CacheWarning, match="a new") as caught, BenchmarkCache(file) as c:
-        assert_works(c, file)
-    assert len(caught) == 1
+    with opened(file, "a new") as cache:
+        assert_works(cache, file)
     (kept,) = aside(file, "foreign")
     with contextlib.closing(sqlite3.connect(kept)) as db:
         assert db.execute("SELECT answer FROM theirs").fetchone() == (42,)
@@ -569,28 +550,23 @@ def test_a_foreign_database_is_kept_whole(file, make):
 def test_setting_aside_never_overwrites(file):
     for i in range(3):
         file.write_bytes(b"garbage %d" % i)
-        with pytest.warns(CacheWarning, match="a new"):
-            BenchmarkCache(file).close()
+        opened(file, "a new").close()
         for name in (file, Path(f"{file}-wal"), Path(f"{file}-shm")):
             name.unlink(missing_ok=True)
     kept = {p.read_bytes() for p in aside(file, "corrupt")}
     assert kept == {b"garbage 0", b"garbage 1", b"garbage 2"}
 
 
-def test_an_empty_file_is_a_new_cache(file):
-    file.touch()
-    with BenchmarkCache(file) as cache:
-        assert_works(cache, file)
-
-
-def test_links_are_followed(file, tmp_path):
+def test_links_are_followed_to_an_empty_file_and_to_a_damaged_one(file, tmp_path):
     link = tmp_path / "link.sqlite"
     link.symlink_to(file)
-    some_rows(link, 5)
+    file.touch()
+    with BenchmarkCache(link) as cache:
+        assert_works(cache, file)
     with BenchmarkCache(file) as cache:
-        assert len(cache.rows()) == 5
+        assert cache.get(GPU, PROBLEM) == (FAILED,)
     file.write_bytes(b"garbage")
-    with pytest.warns(CacheWarning, match="a new"), BenchmarkCache(link) as cache:
+    with opened(link, "a new") as cache:
         assert_works(cache, file)
     assert link.is_symlink()
     assert [p.read_bytes() for p in aside(file, "corrupt")] == [b"garbage"]
@@ -599,28 +575,13 @@ def test_links_are_followed(file, tmp_path):
 # Files that cannot be written
 
 
-def below_a_file(folder):
-    (folder / "plain").touch()
-    return folder / "plain" / "perf.sqlite"
-
-
-def a_folder(folder):
-    (folder / "perf.sqlite").mkdir()
-    return folder / "perf.sqlite"
-
-
-def a_link_to_itself(folder):
-    (folder / "loop").symlink_to(folder / "loop")
-    return folder / "loop"
-
-
-@pytest.mark.parametrize("make", [below_a_file, a_folder, a_link_to_itself])
-def test_a_path_that_cannot_be_used_means_memory(tmp_path, make):
-    with pytest.warns(CacheWarning, match="in memory") as caught:
-        cache = BenchmarkCache(make(tmp_path))
-    with cache:
+@pytest.mark.parametrize("name", ["plain/perf.sqlite", "folder", "loop"])
+def test_a_path_that_cannot_be_used_means_memory(tmp_path, name):
+    (tmp_path / "plain").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with opened(tmp_path / name, "in memory") as cache:
         assert_works(cache, None)
-    assert len(caught) == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX permissions")

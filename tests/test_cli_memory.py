@@ -93,13 +93,18 @@ def test_without_a_budget_the_devices_memory_and_a_curve():
     assert "(100%)" in text
 
 
-def test_limits_by_bisection():
+def test_limits_by_bisection_and_files(tmp_path):
+    page, trace, snap = (tmp_path / name for name in ("a.html", "b.json", "c.pickle"))
     data = data_of(
         *("lenet", *NULL, "--budget", "16MiB", "--policy", "planned,keep_all"),
         *("--max-batch", "--min-budget"),
+        *("--report", str(page), "--trace", str(trace), "--snapshot", str(snap)),
     )
     assert data["max_batch"]["planned"] >= data["max_batch"]["keep_all"] > 8
     assert data["min_budget_bytes"]["planned"] == data["minimum_bytes"]
+    assert "<svg" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert pickle.loads(snap.read_bytes())["segments"]
 
 
 def test_a_budget_for_a_slowdown_and_no_curve(tmp_path):
@@ -120,17 +125,6 @@ def test_schedulers_and_orders():
     )
     assert {"on_demand", "timed"} <= {row["scheduler"] for row in data["rows"]}
     assert (data["order"], data["optimizer"]) == ("depth_first", "adam")
-
-
-def test_files(tmp_path):
-    page, trace, snap = (tmp_path / name for name in ("a.html", "b.json", "c.pickle"))
-    done(
-        *("lenet", *NULL, "--budget", "16MiB", "--policy", "keep_all"),
-        *("--report", str(page), "--trace", str(trace), "--snapshot", str(snap)),
-    )
-    assert "<svg" in page.read_text()
-    assert json.loads(trace.read_text())["traceEvents"]
-    assert pickle.loads(snap.read_bytes())["segments"]
 
 
 @pytest.fixture
@@ -158,16 +152,11 @@ def test_recorded_convolutions_are_not_estimated(recording, tmp_path):
     assert "convolutions: 2 of 5 measured on null" in text
 
 
-def test_the_largest_batch_is_made_up_of_what_was_recorded(recording):
-    options = ("lenet", *NULL, "--policy", "keep_all", "--budget", "16MiB")
-    data = data_of(*options, "--max-batch", "--recording", recording)
-    assert data["max_batch"]["keep_all"] > 8
-
-
-def test_the_report_says_what_is_recorded(recording, tmp_path):
+def test_the_report_and_the_largest_batch_know_what_is_recorded(recording, tmp_path):
     page = tmp_path / "a.html"
-    options = ("--recording", recording, "--recording", recording)
-    done("lenet", *NULL, "--policy", "keep_all", *options, "--report", str(page))
+    options = ("--recording", recording, "--recording", recording, "--max-batch")
+    asked = ("lenet", *NULL, "--policy", "keep_all", "--budget", "16MiB", *options)
+    assert data_of(*asked, "--report", str(page))["max_batch"]["keep_all"] > 8
     assert "2 of 5 convolutions measured" in page.read_text()
     assert "convolutions: 2 of 5 measured on null" in page.read_text()
 
@@ -268,10 +257,11 @@ def test_a_largest_batch_is_an_answer_and_none_is_not():
     assert none.stderr.startswith("mucudnn: error: no policy fits 1.0 KiB (1024 bytes)")
 
 
-def test_help_says_how_the_command_ends():
+def test_help_says_how_the_command_ends_and_networks_are_listed():
     text = " ".join(done("--help").split())
     ends = f"Exit code: 0 if a technique fits, {ExitCode.NOTHING_FITS} if none does"
     assert ends in text
+    assert "resnet50" in done("--list")
 
 
 def test_a_snapshot_is_within_the_budget(tmp_path):
@@ -282,19 +272,13 @@ def test_a_snapshot_is_within_the_budget(tmp_path):
     assert segment["total_size"] <= budget
 
 
-def test_networks_are_listed():
-    assert "resnet50" in done("--list")
-
-
-def test_no_advice_in_terabytes():
+def test_images_far_too_large_are_refused_without_advice_in_terabytes():
     result = run("lenet", "--device", "p100", "--image", "60000", "--policy", "lru")
     assert result.exit_code == ExitCode.NOTHING_FITS
     assert "of p100: " in result.stderr
     assert "take a smaller --batch or --image" in result.stderr
     assert "TiB" not in result.stderr
-
-
-def test_an_image_larger_than_the_device_is_refused_before_planning():
+    # Larger than the device, it is refused before planning.
     result = run("resnet18", "--image", "3x9999999x9999999", "--device", "h200")
     assert result.exit_code == ExitCode.NOTHING_FITS
     assert "images alone take more than the 131.3 GiB of h200" in result.stderr

@@ -200,21 +200,6 @@ def test_nothing_is_suggested_where_nothing_is_near(message):
     assert suggesting(message) == message
 
 
-def test_a_pipe_with_a_reader_takes_json():
-    """As shells name it: `--json >(tee FILE)`."""
-    ours, theirs = os.pipe()
-    with start_python(
-        *("-m", "mucudnn", *TUNE, "--json", f"/dev/fd/{theirs}"),
-        stdout=subprocess.DEVNULL,
-        pass_fds=(theirs,),
-    ) as child:
-        os.close(theirs)
-        with os.fdopen(ours) as pipe:
-            data = json.load(pipe)
-        assert child.wait(300) == 0
-    assert len(data["layers"]) == 3
-
-
 CLOSED = "import os, sys; os.close({}); os.execv(sys.executable, [sys.executable, *{}])"
 
 
@@ -229,30 +214,46 @@ def test_a_closed_stream_is_no_crash_and_costs_no_file(tmp_path, closed):
     assert (out == "") is (closed == 1)
 
 
-def test_a_reader_that_leaves_costs_no_file(tmp_path):
+def test_a_reader_that_leaves_costs_no_file_and_one_that_stays_takes_json(tmp_path):
+    """As shells name a pipe: `--json >(tee FILE)`."""
     file, page = tmp_path / "out.json", tmp_path / "out.html"
-    reader, writer = os.pipe()
-    os.close(reader)
+    (left, writer), (ours, theirs) = os.pipe(), os.pipe()
+    os.close(left)
     options = ("--json", file, "--report", page)
     child = start_python("-m", "mucudnn", *TUNE, *options, stdout=writer)
     os.close(writer)
     assert finish(child, 1)[1] == ""
     assert len(json.loads(file.read_text())["layers"]) == 3
     assert "</html>" in page.read_text()
+    tune = ("-m", "mucudnn", *TUNE, "--json", f"/dev/fd/{theirs}")
+    with start_python(*tune, stdout=subprocess.DEVNULL, pass_fds=(theirs,)) as child:
+        os.close(theirs)
+        with os.fdopen(ours) as pipe:
+            data = json.load(pipe)
+        assert child.wait(300) == 0
+    assert len(data["layers"]) == 3
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [TUNE, ("tune", "--list"), ("memory", "lenet", "--policy", "keep_all"), ("tunee",)],
-    ids=lambda x: " ".join(x)[:20],
-)
-def test_a_locale_without_our_letters_is_no_crash(arguments):
+def test_a_locale_without_our_letters_is_no_crash():
     environment = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
     environment |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    options = {"status": 2 if arguments == ("tunee",) else 0}
-    out, err = python("-m", "mucudnn", *arguments, **options, environment=environment)
-    assert "Traceback" not in err
-    assert out or err
+    code = """
+import shlex, sys
+from mucudnn.cli import main
+for words in sys.argv[1:]:
+    try:
+        main(shlex.split(words))
+    except SystemExit as e:
+        assert not e.code
+"""
+    shown = shlex.join(TUNE), "tune --list", "memory lenet --policy keep_all"
+    for status, arguments in (
+        (0, ("-c", code, *shown)),
+        (2, ("-m", "mucudnn", "tunee")),
+    ):
+        out, err = python(*arguments, status=status, environment=environment)
+        assert "Traceback" not in err
+        assert out or err
 
 
 def test_a_file_name_that_is_no_text_is_no_crash(tmp_path):

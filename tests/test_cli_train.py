@@ -131,6 +131,9 @@ def test_a_step_runs_in_parts(run):
     assert {s["parts"] for s in segments} == {3}
     assert {s["phase"] for s in segments} == {"forward", "backward"}
     assert json.loads(whole.stdout)["segments"] == []
+    auto = run(*QUICK, *arguments, "--budget", "8MiB", "--split", "auto")
+    assert auto.exit_code == 0, auto.output
+    assert "whole: nothing in parts is faster" in auto.stdout
 
 
 def test_tensors_may_lie_in_mapped_memory(run):
@@ -143,13 +146,6 @@ def test_tensors_may_lie_in_mapped_memory(run):
     data = json.loads(mapped.stdout)
     assert data["memory"]["nbytes"] <= data["budget_bytes"]
     assert data["memory"]["mapped_chunks"] >= 0
-
-
-def test_whole_or_in_parts_is_said(run):
-    arguments = ("--steps", 2, "--batch", 12, "--epochs", 1, "--budget", "8MiB")
-    done = run(*QUICK, *arguments, "--split", "auto")
-    assert done.exit_code == 0, done.output
-    assert "whole: nothing in parts is faster" in done.stdout
 
 
 def test_a_huge_network_on_the_virtual_clock(run):
@@ -169,19 +165,14 @@ def test_the_networks_are_listed(run):
     assert sizes["alexnet_owt"] == 61_100_840
 
 
-def test_checkpoints_are_never_overwritten_unasked(run, tmp_path):
-    options = ("digits", *NULL, "--steps", 1, "--checkpoint", tmp_path)
-    assert run(*options).exit_code == 0
-    again = run(*options)
-    assert again.exit_code == 2
-    assert "holds checkpoints already" in again.stderr
-
-
-def test_the_checkpoint_of_another_training(run, tmp_path):
+def test_checkpoints_are_never_overwritten_unasked_nor_those_of_others_read(
+    run, tmp_path
+):
     options = (*NULL, "--steps", 1, "--checkpoint", tmp_path)
     assert run("digits", *options).exit_code == 0
-    other = run("lenet", *options, "--resume")
-    assert other.exit_code == 2
+    again, other = run("digits", *options), run("lenet", *options, "--resume")
+    assert again.exit_code == other.exit_code == 2
+    assert "holds checkpoints already" in again.stderr
     assert "its model is 'digits', this one's is 'lenet'" in other.stderr
 
 

@@ -62,17 +62,6 @@ def test_copies_that_wait_for_conflicting_ones_equal_a_sequence(operations, larg
     copier.close()
 
 
-def test_a_copy_is_there_when_it_has_been_waited_for():
-    copier = CpuCopier()
-    source = np.arange(3 * CHUNK // 8 + 3, dtype=np.float64)
-    host, again = np.empty_like(source), np.empty_like(source)
-    there = copied(copier, "out", source, host)
-    back = copied(copier, "back", host, again, [there])
-    copier.wait(back)
-    np.testing.assert_array_equal(again, source)
-    copier.close()
-
-
 def test_a_copy_does_not_hold_up_the_other_direction():
     entered, release = threading.Event(), threading.Event()
 
@@ -176,21 +165,21 @@ def test_closing_stops_in_the_middle_of_a_copy():
 def test_threads_begin_with_the_first_copy_and_end_with_the_copier(copying_threads):
     copier = CpuCopier()
     assert not copying_threads()
-    a = np.zeros(4, np.uint8)
-    copier.wait(copied(copier, "out", a, a.copy()))
+    source = np.arange(3 * CHUNK // 8 + 3, dtype=np.float64)
+    host, again = np.empty_like(source), np.empty_like(source)
+    there = copied(copier, "out", source, host)
     assert len(copying_threads()) == 1
-    copier.wait(copied(copier, "back", a, a.copy()))
+    copier.wait(copied(copier, "back", host, again, [there]))
     assert len(copying_threads()) == 2
-    del copier  # the fixture waits for the threads
-
-
-def test_sizes_must_agree():
-    copier = CpuCopier()
-    with pytest.raises(BackendError, match="12 bytes was given 4"):
-        copied(copier, "out", np.zeros(3, np.float32), np.zeros(4, np.uint8))
+    np.testing.assert_array_equal(again, source)
     virtual = VirtualDevice().copier()
-    with pytest.raises(BackendError, match="12 bytes was given 4"):
-        copied(virtual, "back", VirtualArray((12,)), VirtualArray((4,)))
+    for one, way, a, b in (
+        (copier, "out", np.zeros(3, np.float32), np.zeros(4, np.uint8)),
+        (virtual, "back", VirtualArray((12,)), VirtualArray((4,))),
+    ):
+        with pytest.raises(BackendError, match="12 bytes was given 4"):
+            copied(one, way, a, b)
+    del copier, one  # the fixture waits for the threads
 
 
 def test_virtual_engines_work_beside_computations():

@@ -1,3 +1,5 @@
+"""Loaders of batches, with their transforms."""
+
 import gc
 import signal
 import subprocess
@@ -15,11 +17,14 @@ from mucudnn.data import (
     ArrayDataset,
     Compose,
     Loader,
+    Normalize,
     RandomCrop,
     RandomFlip,
     SyntheticDataset,
+    channel_statistics,
 )
 from mucudnn.data.loader import ordered_map
+from tests.data_files import labelled_images
 from tests.doubles import without_collection
 from tests.examples import examples
 
@@ -61,23 +66,24 @@ def bits_of(batches):
 
 
 @given(
-    st.integers(1, 60),
+    st.integers(1, 53),
+    st.booleans(),
     st.booleans(),
     st.integers(0, 4),
     st.integers(1, 5),
     st.integers(0, 3),
 )
 @examples(60)
-def test_an_epoch_is_a_permutation(batch, shuffle, workers, depth, epoch):
-    loader = Loader(
-        Numbered(), batch, shuffle=shuffle, workers=workers, depth=depth, seed=batch
-    )
+def test_an_epoch_is_a_permutation(batch, shuffle, drop_last, workers, depth, epoch):
+    options = {"workers": workers, "depth": depth, "seed": batch}
+    loader = Loader(Numbered(), batch, shuffle=shuffle, drop_last=drop_last, **options)
     batches = list(loader.epoch(epoch))
     assert len(batches) == len(loader)
     assert [len(b.labels) for b in batches[:-1]] == [batch] * (len(batches) - 1)
     labels = labels_of(batches)
-    assert sorted(labels) == list(range(N))
-    assert shuffle or list(labels) == list(range(N))
+    assert len(labels) == (N // batch * batch if drop_last else N)
+    assert len(set(labels)) == len(labels)
+    assert shuffle or list(labels) == list(range(len(labels)))
 
 
 @given(st.integers(0, 4), st.integers(1, 5), st.integers(0, 9), st.integers(0, 3))
@@ -91,38 +97,17 @@ def test_resuming_is_bit_exact_whatever_the_threads(workers, depth, start, epoch
 
 
 def test_epochs_and_seeds_differ_in_order_and_augmentation():
-    def bits(seed, epoch, shuffle):
+    def bits(seed, epoch, shuffle, transform=AUGMENT):
         dataset = SyntheticDataset(N, 3, (2, 6, 6))
-        loader = Loader(dataset, 8, seed=seed, shuffle=shuffle, transform=AUGMENT)
+        loader = Loader(dataset, 8, seed=seed, shuffle=shuffle, transform=transform)
         return tuple(bits_of(loader.epoch(epoch)))
 
-    for shuffle in (True, False):
-        assert len({bits(s, e, shuffle) for s in range(3) for e in range(3)}) == 9
-
-
-def test_epochs_and_seeds_differ_in_order_alone():
-    loaders = [Loader(Numbered(), 8, seed=seed) for seed in range(3)]
-    orders = {
-        tuple(labels_of(loader.epoch(epoch)))
-        for loader in loaders
-        for epoch in range(3)
-    }
-    assert len(orders) == 9
-
-
-def test_batches_of_an_epoch_are_augmented_differently():
+    for how in ((True,), (False,), (True, None)):
+        assert len({bits(s, e, *how) for s in range(3) for e in range(3)}) == 9
     images = np.tile(np.arange(36, dtype=np.uint8).reshape(1, 6, 6), (8, 1, 1, 1))
-    loader = Loader(
-        ArrayDataset(images, np.zeros(8, int)), 4, transform=AUGMENT, shuffle=False
-    )
-    first, second = loader.epoch(0)
+    dataset = ArrayDataset(images, np.zeros(8, int))
+    first, second = Loader(dataset, 4, transform=AUGMENT, shuffle=False).epoch(0)
     assert (first.images != second.images).any()
-
-
-def test_drop_last():
-    loader = Loader(Numbered(), 10, drop_last=True, shuffle=False)
-    assert len(loader) == 5
-    assert list(labels_of(loader.epoch(0))) == list(range(50))
 
 
 @pytest.mark.parametrize(
@@ -229,6 +214,7 @@ def test_workers_pass_on_whatever_is_raised(error):
 def test_close_ends_the_threads(workers, taken):
     before = set(threading.enumerate())
     batches = Loader(Numbered(), 2, workers=workers).epoch(0)
+    assert before >= set(threading.enumerate())  # it is not begun
     for _ in range(taken):
         next(batches)
     batches.close()
@@ -297,13 +283,6 @@ def test_taken_batches_are_not_kept():
     values.close()
 
 
-def test_an_epoch_that_is_never_begun_starts_no_thread():
-    before = set(threading.enumerate())
-    batches = Loader(Numbered(), 2, workers=3).epoch(0)
-    assert before >= set(threading.enumerate())
-    batches.close()
-
-
 SCRIPT = """
 import signal, sys, threading
 import numpy as np
@@ -367,3 +346,95 @@ def test_a_script_may_end_with_an_open_epoch(run_script):
     process = run_script(0, "next(batches)")
     _, err = process.communicate(timeout=300)
     assert (err, process.returncode) == (b"", 0)
+
+
+@given(st.integers(0, 4), st.integers(0, 99), st.sampled_from([np.uint8, np.float32]))
+@examples(40)
+def test_every_crop_is_a_window_of_the_padded_image(padding, seed, dtype):
+    images = labelled_images(5, (2, 6, 7), seed=seed)[0].astype(dtype)
+    before = images.copy()
+    crops = RandomCrop(padding)(images, np.random.default_rng(seed))
+    assert (crops.dtype, crops.shape) == (images.dtype, images.shape)
+    assert crops.flags.c_contiguous
+    np.testing.assert_array_equal(images, before)
+    edges = ((0, 0), (padding, padding), (padding, padding))
+    for image, crop in zip(images, crops, strict=True):
+        padded = np.pad(image, edges)
+        windows = [
+            padded[:, top : top + 6, left : left + 7]
+            for top in range(2 * padding + 1)
+            for left in range(2 * padding + 1)
+        ]
+        assert any((window == crop).all() for window in windows)
+
+
+def test_crops_reach_every_place():
+    images = np.zeros((500, 1, 5, 5), np.uint8)
+    images[:, 0, 2, 2] = 1
+    crops = RandomCrop(1)(images, np.random.default_rng(0))
+    places = {tuple(map(int, np.argwhere(crop[0])[0])) for crop in crops}
+    assert places == {(y, x) for y in (1, 2, 3) for x in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
+def test_flips(probability):
+    images, _ = labelled_images(2000, (1, 2, 4))
+    flips = RandomFlip(probability)(images, np.random.default_rng(0))
+    mirrored = (flips == images[..., ::-1]).all(axis=(1, 2, 3))
+    same = (flips == images).all(axis=(1, 2, 3))
+    assert (mirrored | same).all()
+    assert abs(mirrored.mean() - probability) < 0.05
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 1e6))
+@examples(40)
+def test_streaming_statistics_equal_those_of_the_whole(n, batch, offset):
+    images = labelled_images(n, (3, 4, 5), seed=n)[0].astype(np.float32)
+    images += np.float32(offset)
+    dataset = ArrayDataset(images, np.zeros(n, int))
+    mean, std = channel_statistics(dataset, batch)
+    exact = images.astype(np.float64)
+    np.testing.assert_allclose(mean, exact.mean(axis=(0, 2, 3)), rtol=1e-12)
+    np.testing.assert_allclose(std, exact.std(axis=(0, 2, 3)), rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_normalised_channels(dtype):
+    images, labels = labelled_images(40, (3, 8, 8))
+    images[:, 1] = 7  # a constant channel
+    normalize = Normalize.of(ArrayDataset(images, labels), dtype)
+    values = normalize(images, np.random.default_rng(0))
+    assert values.dtype == dtype
+    np.testing.assert_allclose(values.mean(axis=(0, 2, 3)), 0, atol=1e-6)
+    np.testing.assert_allclose(values.std(axis=(0, 2, 3)), [1, 0, 1], atol=1e-5)
+
+
+def test_the_default_normalisation_is_to_one():
+    values = Normalize()(np.full((1, 3, 2, 2), 255, np.uint8), np.random.default_rng())
+    np.testing.assert_array_equal(values, np.ones((1, 3, 2, 2), np.float32))
+
+
+def test_compose_is_in_order():
+    images, _ = labelled_images(6, (1, 6, 6))
+    crop, flip, normalize = RandomCrop(2), RandomFlip(), Normalize()
+    rng = np.random.default_rng(3)
+    expected = normalize(flip(crop(images, rng), rng), rng)
+    composed = Compose((crop, flip, normalize))(images, np.random.default_rng(3))
+    np.testing.assert_array_equal(composed, expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomCrop(-1),
+        lambda: RandomFlip(1.5),
+        lambda: Normalize((0.0, 1.0), (1.0,)),
+        lambda: Normalize((0.0,), (-1.0,)),
+        lambda: Normalize((), ()),
+        lambda: Normalize(dtype="int8"),
+        lambda: Normalize((0.0, 1.0), (1.0, 1.0))(np.zeros((1, 3, 2, 2)), None),
+    ],
+)
+def test_bad_arguments_of_transforms(make):
+    with pytest.raises(ValueError, match=r"must|from 0 to 1|cannot|choose"):
+        make()

@@ -37,10 +37,7 @@ def test_the_limit_is_where_parts_gain_most():
         ("FFT", 16, 30.0, 20 * MIB),
     )
     assert telling_limit(tuner, measured) == 10 * MIB
-
-
-def test_calls_without_workspace_are_beaten_only_where_nothing_else_is():
-    tuner = Tuner(backend="null")
+    # Calls without workspace are beaten only where nothing else is.
     rows = [("DIRECT", 16, 1000.0, 0), ("FFT", 4, 10.0, 5 * MIB)]
     assert telling_limit(tuner, table(*rows)) == 5 * MIB
 
@@ -95,13 +92,11 @@ def step_act(within, without, noise=0.0, copied=0):
     )
 
 
-def test_a_prediction_that_is_near_needs_no_word():
+def test_a_prediction_that_is_off_says_which_side_is():
+    """One that is near needs no word, and noise is said to be noise."""
     act = step_act(115.0, 100.0)
     assert act.measured == pytest.approx(1.15)
     assert act.sentence.endswith("Losses are bit-identical.")
-
-
-def test_a_prediction_that_is_off_says_which_side_is():
     act = step_act(150.0, 100.0, copied=MIB)
     assert act.sentence.endswith(
         "Prediction and time differ by 36%: within the budget 150 ms, predicted "
@@ -109,9 +104,6 @@ def test_a_prediction_that_is_off_says_which_side_is():
         "The cores that compute also copied 2.0 MiB in each step."
     )
     assert "copied" not in step_act(80.0, 100.0, copied=MIB).sentence
-
-
-def test_noise_is_said_to_be_noise():
     act = step_act(150.0, 100.0, noise=20.0)
     assert act.noise == pytest.approx(2 * 1.5 * math.hypot(20 / 150, 20 / 100))
     assert "by no more than single steps vary" in act.sentence

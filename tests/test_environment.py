@@ -72,15 +72,6 @@ def test_words_of_the_environment(home, name, text, attribute, value):
     assert getattr(Tuner.from_env({name: text}, backend="null"), attribute) == value
 
 
-def test_what_is_made_up_is_not_remembered(home):
-    assert Tuner.from_env({}, backend="null").cache.path is None
-
-
-def test_all_devices(home):
-    env = {"MUCUDNN_BENCHMARK_DEVICES": "all"}
-    assert len(Tuner.from_env(env, backend="null").benchmark_backends) == 8
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -132,11 +123,19 @@ def test_another_process_need_not_measure_again(tmp_path):
     assert list(tmp_path.rglob("*.sqlite"))
 
 
-def test_none_remembers_nothing_on_disk(home):
+def test_none_and_what_is_made_up_remember_nothing_on_disk(home):
     tuner = Tuner(cache=None, rule=QUICK)
-    assert tuner.cache.path is None
     tuner.measure(LAYER)
-    assert Tuner.from_env({}, cache=None).cache.path is None
+    env = {"MUCUDNN_BENCHMARK_DEVICES": "all"}
+    virtual = Tuner.from_env(env, backend="null")
+    assert len(virtual.benchmark_backends) == 8
+    for one in (
+        tuner,
+        virtual,
+        Tuner.from_env({}, cache=None),
+        Tuner(backend=shaky(0)),
+    ):
+        assert one.cache.path is None
     assert list(home.iterdir()) == []
 
 
@@ -155,10 +154,6 @@ def test_what_is_no_cache_is_refused(home, cache, error):
         Tuner(cache=cache)
     with pytest.raises(ValueError, match="empty path"):
         Tuner(cache="")
-
-
-def test_virtual_devices_of_any_name_are_not_remembered(home):
-    assert Tuner(backend=shaky(0)).cache.path is None
 
 
 def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path, monkeypatch):

@@ -121,20 +121,18 @@ def test_a_matrix_product_counts_two_operations_a_multiplication():
     assert ms == pytest.approx(1e3 * flops / (P100.flops.value * ASSUMED.matmul))
 
 
-def test_measured_fronts_replace_estimates():
+def test_measured_fronts_replace_estimates_and_workspaces_are_passed_through():
     graph = step()
     node = next(node for node in graph.nodes if node.op == "conv")
-    problem = node.attrs["problem"]
-    measured = estimate(graph, "k40c").fronts[node.name]
-    found = estimate(graph, "h200", fronts={problem: measured})
+    known = {
+        "fronts": {node.attrs["problem"]: estimate(graph, "k40c").fronts[node.name]},
+        "workspaces": {graph.nodes[0].name: 4096},
+    }
+    found = estimate(graph, "h200", **known)
+    (measured,) = known["fronts"].values()
     assert found.fronts[node.name] == measured
     assert found.node_ms[node.name] == min(plan.time_ms for plan in measured)
-
-
-def test_workspaces_of_other_kernels_are_passed_through():
-    graph = step()
-    workspaces = {graph.nodes[0].name: 4096}
-    assert estimate(graph, "null", workspaces=workspaces).workspaces == workspaces
+    assert found.workspaces == known["workspaces"]
 
 
 @examples(5)
@@ -155,12 +153,6 @@ def test_each_type_has_its_peak(name):
     assert "on tensor cores, dense" in device.sources()["arithmetic"]
 
 
-@pytest.mark.parametrize("ending", ["_half", "_tf32"])
-def test_a_name_of_an_arithmetic_is_a_deprecated_alias(ending):
-    with pytest.warns(DeprecationWarning, match="by its types"):
-        assert get_device(f"h200{ending}") is get_device("h200")
-
-
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 def test_a_convolution_takes_the_peak_of_its_type(layout):
     def ms(dtype, **options):
@@ -178,15 +170,15 @@ def test_a_convolution_takes_the_peak_of_its_type(layout):
         assert single / tf32 == pytest.approx(494.5 / 67, rel=0.05)
 
 
-def test_the_h200_of_published_figures_stays():
-    device = get_device("h200")
-    assert device.title == "NVIDIA H200 SXM"
-    assert (device.flops.value, device.bandwidth.value) == (67e12, 4800e9)
-
-
-def test_what_is_not_known_is_refused():
+def test_what_is_not_known_is_refused_and_the_h200_has_two_deprecated_names():
     with pytest.raises(ValueError, match=r"unknown device 'abacus'.*h200"):
         get_device("abacus")
     problem = conv_problem((1, 1, 4, 4), (1, 1, 3, 3), dtype="float64")
     with pytest.raises(ValueError, match=r"float64.*float32"):
         conv_table(problem, P100)
+    device = get_device("h200")
+    assert device.title == "NVIDIA H200 SXM"
+    assert (device.flops.value, device.bandwidth.value) == (67e12, 4800e9)
+    for ending in ("_half", "_tf32"):
+        with pytest.warns(DeprecationWarning, match="by its types"):
+            assert get_device(f"h200{ending}") is device

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -282,16 +283,13 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_threads_that_ask_at_once_get_one_value():
-    own, found = PerProcess(object), []
+    own = PerProcess(object)
     meet = threading.Barrier(8)
 
-    def ask():
+    def ask(_):
         meet.wait()
-        found.append(own.value)
+        return own.value
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(8)))
     assert len({id(value) for value in found}) == 1

@@ -68,6 +68,10 @@ def test_the_file_takes_its_room_at_once(tmp_path, monkeypatch):
     DiskTier(1 << 20, tmp_path)
     assert found[0].st_size == 1 << 20
     assert found[0].st_blocks * 512 >= 1 << 20
+    assert DiskTier(0, tmp_path).view(0, 0).nbytes == 0
+    assert Tiers([]).place([], {}) == {}
+    with pytest.raises(OutOfMemoryError, match="no tiers are available"):
+        Tiers([]).place([Block("a", 8, 0, 1)], {"a": 8})
 
 
 def test_a_full_disk_is_an_error_at_the_start(tmp_path, monkeypatch):
@@ -127,10 +131,6 @@ def test_measuring_a_disk_leaves_room_and_does_not_count_as_used(tmp_path, monke
     assert taken == [whole // 2]
 
 
-def test_an_empty_file_will_do(tmp_path):
-    assert DiskTier(0, tmp_path).view(0, 0).nbytes == 0
-
-
 @given(st.lists(BLOCK, max_size=10), st.lists(st.integers(0, 120), max_size=3))
 def test_tiers_are_filled_in_turn_without_overlap(drawn, capacities):
     blocks = [Block(f"{i}", n, a, a + b) for i, (n, a, b) in enumerate(drawn)]
@@ -169,9 +169,3 @@ def test_what_fits_the_first_tier_goes_there(tmp_path):
     assert np.all(places["a"].buffer == 1)
     with pytest.raises(OutOfMemoryError, match=r"no room for .*80.* of host memory"):
         tiers.place([*blocks, Block("d", 80, 0, 9)], dict.fromkeys("abcd", 80))
-
-
-def test_no_tiers_hold_nothing():
-    assert Tiers([]).place([], {}) == {}
-    with pytest.raises(OutOfMemoryError, match="no tiers are available"):
-        Tiers([]).place([Block("a", 8, 0, 1)], {"a": 8})

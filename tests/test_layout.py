@@ -388,13 +388,12 @@ def test_what_cannot_be_measured_keeps_its_channels_first(caplog):
     assert "layouts are not compared" in caplog.text
     turned = Layouts("NHWC", tuner, small, None)(graph, True)
     assert {s.layout for s in turned.tensors.values()} == {"NCHW", "NHWC"}
-
-
-@pytest.mark.parametrize("layout", ["NHWC", "auto"])
-def test_virtual_devices_have_layouts(layout):
-    made = trainer(backend="null", layout=layout)
-    kinds = {n.attrs["problem"].layout for n in made.graph.nodes if n.op == "conv"}
-    assert kinds == {"NHWC" if layout == "NHWC" else "NCHW"}
+    for layout, expected in (("NHWC", "NHWC"), ("auto", "NCHW")):  # virtual devices
+        made = trainer(backend="null", layout=layout)
+        kinds = {n.attrs["problem"].layout for n in made.graph.nodes if n.op == "conv"}
+        assert kinds == {expected}
+    with pytest.raises(ValueError, match="unknown layout 'CHWN'; choose one of: NCHW"):
+        trainer(layout="CHWN")
 
 
 def test_weights_go_from_one_layout_to_another(tmp_path):
@@ -404,11 +403,6 @@ def test_weights_go_from_one_layout_to_another(tmp_path):
     one.save_weights(tmp_path / "weights.safetensors")
     other.load_weights(tmp_path / "weights.safetensors")
     close(other.predict(images), one.predict(images), 1e-5)
-
-
-def test_an_unknown_layout_is_refused():
-    with pytest.raises(ValueError, match="unknown layout 'CHWN'; choose one of: NCHW"):
-        trainer(layout="CHWN")
 
 
 @pytest.mark.parametrize("when", ["early", "late"])
@@ -428,11 +422,6 @@ def test_a_gradient_that_is_a_view_is_there_before_it_is_used(when, parts):
         assert any(node.op == "reshape" for node in step.nodes)
 
 
-def test_strips_of_a_trainer_need_channels_first():
-    with pytest.raises(ValueError, match="use the layout NCHW"):
-        trainer(layout="NHWC", split="height:2")
-
-
 # Studies.
 
 
@@ -442,19 +431,18 @@ def studied(layout, **more):
 
 
 def test_a_study_says_what_is_turned():
-    first, found = studied("NCHW"), studied("NHWC")
+    first, found, auto = map(studied, ("NCHW", "NHWC", "auto"))
     assert "layout" not in first.figures
     words = found.figures["layout"]
     assert words.startswith("channels last in 5 of 5 convolutions; ")
     assert found.to_json()["figures"]["layout"] == words
     assert found.parameters == first.parameters
     assert found.unbounded_ms > first.unbounded_ms  # estimates do not prefer a layout
-
-
-def test_a_study_chooses_layouts_by_estimates():
-    found = studied("auto")
-    assert found.figures["layout"].startswith("channels last in 0 of 5 convolutions")
-    assert found.unbounded_ms == studied("NCHW").unbounded_ms
+    assert auto.figures["layout"].startswith("channels last in 0 of 5 convolutions")
+    assert auto.unbounded_ms == first.unbounded_ms
+    for made in (studied, trainer):
+        with pytest.raises(ValueError, match="use the layout NCHW"):
+            made(layout="NHWC", split="height:2")
 
 
 def on_tensor_cores(layout, precision=None, model="resnet18", **more):
@@ -502,11 +490,6 @@ def test_a_study_in_half_precision_needs_figures_of_it():
         study_memory(spec)
     with pytest.raises(ValueError, match="unknown narrow type 'int8'"):
         on_tensor_cores("NCHW", "int8", "lenet").graph()
-
-
-def test_a_study_in_strips_needs_channels_first():
-    with pytest.raises(ValueError, match="use the layout NCHW"):
-        studied("NHWC", split="height:2")
 
 
 def test_a_study_of_the_cpu_cannot_choose_layouts():

@@ -41,11 +41,6 @@ def files():
     return found
 
 
-def test_chunks_that_follow_one_another_are_mapped_together():
-    assert list(runs([0, 1, 2, 7, 8, 3])) == [(0, 0, 3), (3, 7, 2), (5, 3, 1)]
-    assert list(runs([])) == []
-
-
 def test_what_is_written_under_one_address_is_read_under_all():
     memory = mapper().allocate(4)
     whole, pieces = memory.map(range(4)), memory.map([3, 0, 3])
@@ -55,6 +50,9 @@ def test_what_is_written_under_one_address_is_read_under_all():
     assert set(whole[3 * PAGE :].tolist()) == set(pieces[2 * PAGE :].tolist()) == {9}
     assert whole.flags.writeable
     assert whole.ctypes.data % PAGE == 0
+    # Chunks that follow one another are mapped together.
+    assert list(runs([0, 1, 2, 7, 8, 3])) == [(0, 0, 3), (3, 7, 2), (5, 3, 1)]
+    assert list(runs([])) == []
 
 
 def test_addresses_and_memory_live_as_long_as_an_array_over_them():
@@ -84,13 +82,7 @@ def test_nothing_is_there_twice_and_empty_is_empty():
     assert all(b - a >= PAGE for a, b in pairwise(starts))
 
 
-@pytest.mark.parametrize("chunk", [-1, 4])
-def test_a_chunk_that_is_not_there_is_refused(chunk):
-    with pytest.raises(ValueError, match=f"chunk {chunk} of 4 cannot be mapped"):
-        mapper().allocate(4).map([0, chunk])
-
-
-def test_what_there_is_no_room_for_is_an_error_and_not_the_end():
+def test_what_there_is_no_room_for_is_an_error_and_not_the_end(monkeypatch):
     with pytest.raises(OutOfMemoryError, match=r"no room for .*: .* are available"):
         mapper(available=100 * PAGE).allocate(101)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, LARGEST_FILE[1]))
@@ -101,9 +93,9 @@ def test_what_there_is_no_room_for_is_an_error_and_not_the_end():
         resource.setrlimit(resource.RLIMIT_FSIZE, LARGEST_FILE)
     with pytest.raises(ValueError, match=f"a multiple of {PAGE}"):
         CpuMapper(lambda: 0, 1000)
-
-
-def test_without_files_that_have_no_name_it_says_so(monkeypatch):
+    for chunk in (-1, 4):
+        with pytest.raises(ValueError, match=f"chunk {chunk} of 4 cannot be mapped"):
+            mapper().allocate(4).map([0, chunk])
     monkeypatch.delattr("os.memfd_create")
     with pytest.raises(UnsupportedError, match="cannot be mapped on this system"):
         mapper().allocate(1)

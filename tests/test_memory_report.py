@@ -169,14 +169,6 @@ def test_parameters_that_outweigh_all_samples_mislead_nobody():
     assert 1 < found < 10_000
 
 
-def test_the_best_is_the_fastest_that_fits():
-    techniques = study().techniques
-    best = best_technique(techniques)
-    assert best is study().best
-    assert best.step_ms == min(t.step_ms for t in techniques if t.fits)
-    assert best_technique([t for t in techniques if not t.fits]) is None
-
-
 def test_a_study_says_what_does_not_fit_and_by_how_much():
     data = study().to_json()
     for row, technique in zip(data["rows"], study().techniques, strict=True):
@@ -190,6 +182,11 @@ def test_a_study_says_what_does_not_fit_and_by_how_much():
         False
     ]
     assert sum(row["best"] for row in data["rows"]) == 1
+    techniques = study().techniques
+    best = best_technique(techniques)
+    assert best is study().best
+    assert best.step_ms == min(t.step_ms for t in techniques if t.fits)
+    assert best_technique([t for t in techniques if not t.fits]) is None
 
 
 @pytest.mark.slow
@@ -361,7 +358,7 @@ def test_the_page_is_well_formed_and_shows_every_technique(short_search):
     assert "http" not in page
 
 
-def test_nothing_is_drawn_outside_its_picture():
+def test_nothing_is_drawn_outside_its_picture_and_the_largest_tensors_are_named():
     page = memory_report(study())
     for picture in elements(page, "svg"):
         _, _, width, height = map(float, picture.get("viewBox").split())
@@ -371,18 +368,12 @@ def test_nothing_is_drawn_outside_its_picture():
             assert -0.1 <= y <= y + h <= height + 0.1
         for line in picture.iter("line"):
             assert all(0 <= float(line.get(k)) <= height for k in ("y1", "y2"))
-
-
-def test_the_page_names_the_tensors_that_hold_most():
-    titles = ["".join(t.itertext()) for t in elements(memory_report(study()), "title")]
+    titles = ["".join(t.itertext()) for t in elements(page, "title")]
     largest = max(
         (i for i in memory_intervals(study().best.plan) if not i.persistent),
         key=lambda i: i.nbytes * (i.stop_ms - i.start_ms),
     )
     assert any(title.startswith(f"{largest.name}:") for title in titles)
-
-
-def test_a_page_without_a_plan_says_so():
     found = study_memory(spec("lenet"), policies=("keep_all",), budget=MIB)
     page = memory_report(found)
     assert "nothing fits" in page
@@ -420,6 +411,8 @@ def test_ticks_are_few_and_within_the_axis(high, along):
     assert 3 <= len(scale.ticks) <= 13
     assert scale.ticks[0] == 0
     assert scale.ticks[-1] <= high * (1 + 1e-9)
+    units = [unit_of(nbytes) for nbytes in (3 << 30, 2000, 0)]
+    assert units == [("GiB", 1 << 30), ("KiB", 1 << 10), ("B", 1)]
 
 
 @given(
@@ -433,9 +426,3 @@ def test_columns_keep_every_height(steps, width):
     assert drawn[-1][1] == points[-1][1]
     xs = [x for x, _ in drawn]
     assert xs == sorted(xs)
-
-
-def test_units_by_size():
-    assert unit_of(3 << 30) == ("GiB", 1 << 30)
-    assert unit_of(2000) == ("KiB", 1 << 10)
-    assert unit_of(0) == ("B", 1)

@@ -104,23 +104,11 @@ def test_the_loss_scale_changes_no_step():
         np.testing.assert_allclose(weights[1][name], value, rtol=1e-9, atol=1e-12)
 
 
-def test_a_backend_without_the_type_says_so():
+def test_a_backend_without_the_type_says_so_and_one_with_it_runs():
+    options = {"optimizer": Momentum(learning_rate=0.1), "precision": "float16"}
     with pytest.raises(PlanningError, match="float16"):
-        Trainer(
-            resnet(),
-            tuner=Tuner(batch_policy="undivided"),
-            optimizer=Momentum(learning_rate=0.1),
-            precision="float16",
-        )
-
-
-def test_a_backend_with_it_runs():
-    trainer = Trainer(
-        resnet(),
-        tuner=Tuner(backend=get_backend("null")),
-        optimizer=Momentum(learning_rate=0.1),
-        precision="float16",
-    )
+        Trainer(resnet(), tuner=Tuner(batch_policy="undivided"), **options)
+    trainer = Trainer(resnet(), tuner=Tuner(backend=get_backend("null")), **options)
     images = np.zeros((4, 3, 32, 32), "f4")
     assert trainer.step(images, np.zeros(4, "i8")).images == 4
 
@@ -245,15 +233,6 @@ def same(one, other, *, but=()):
 # -- what is asked for --------------------------------------------------------------
 
 
-def test_it_is_a_number_a_word_or_settings():
-    assert loss_scale_of(None, 1024.0) == 1024.0
-    assert loss_scale_of(3, 1.0) == 3.0
-    assert (
-        loss_scale_of("dynamic", 1.0) == DynamicLossScale() == optim.DynamicLossScale()
-    )
-    assert loss_scale_of(DynamicLossScale(8.0), 1.0).initial == 8.0
-
-
 @pytest.mark.parametrize(
     ("choice", "error", "words"),
     [
@@ -283,10 +262,15 @@ def test_settings_out_of_range_are_refused(wrong):
         DynamicLossScale(**wrong)
 
 
-def test_a_type_holds_the_scale_it_starts_from():
+def test_a_scale_is_a_number_a_word_or_settings_and_held_by_the_type():
+    assert loss_scale_of(None, 1024.0) == 1024.0
+    assert loss_scale_of(3, 1.0) == 3.0
+    default = DynamicLossScale()
+    assert loss_scale_of("dynamic", 1.0) == default == optim.DynamicLossScale()
+    assert loss_scale_of(DynamicLossScale(8.0), 1.0).initial == 8.0
     assert DynamicLossScale(2.0**15).range_in("float16") == (2.0**-14, 2.0**15)
     with pytest.raises(ValueError, match=r"the loss is float16: .* not from 65536"):
-        DynamicLossScale().range_in("float16")
+        default.range_in("float16")
     with pytest.raises(ValueError, match="not from 1e-06"):
         DynamicLossScale(1e-6).range_in("float32")
 

@@ -1,4 +1,4 @@
-"""Steps with places, also in mapped memory: budgets are kept, nothing overlaps."""
+"""Steps placed in an arena within a budget, and plans found before."""
 
 import itertools
 from collections import defaultdict
@@ -26,6 +26,7 @@ from mucudnn.passes.placement.fit_to_arena import _Arena
 from mucudnn.passes.placement.layout import PageTable, lay_out, lives_of
 from mucudnn.passes.placement.packing import Shrinkable, place_shrinkable
 from mucudnn.passes.placement.paging import place_virtually
+from mucudnn.passes.planning import plan_step as step_planning
 from mucudnn.passes.planning.place_step import place_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.request import StepRequest, plan_residency
@@ -38,6 +39,7 @@ from mucudnn.passes.scheduling.schedulers import (
     trim_to_copies,
 )
 from mucudnn.runtime.training import planned_steps
+from mucudnn.runtime.training.budget import MemoryBudget
 from mucudnn.runtime.training.planned_steps import place_steps
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK
@@ -398,7 +400,7 @@ def test_a_request_may_ask_for_it(policy, share):
     assert place_step(virtual.within(float("inf"))).nbytes <= most
 
 
-def test_what_cannot_be_mapped_is_refused(bench):
+def test_what_cannot_be_mapped_is_refused(bench, monkeypatch):
     graph = training_graph(get_model("lenet")(2))
     profile = estimate(graph, "p100")
     with pytest.raises(ValueError, match="'dynamic'; choose one of: static, virtual"):
@@ -413,12 +415,101 @@ def test_what_cannot_be_mapped_is_refused(bench):
         with pytest.raises(UnsupportedError, match=f"in chunks of {PAGE} bytes, and b"):
             other.executor(plan.schedule, layout=layout)
     assert place_virtually(plan, 0) is None
-
-
-def test_another_process_is_refused(bench, monkeypatch):
-    plan = with_chunks(bench.plan(bench.random_residency(0), part=0.0))
-    executor, _ = bench.executor(plan.schedule, layout=tight(plan).layout)
+    executor, _ = bench.executor(plan.schedule, layout=layout)
     executor.run(bench.feeds())
     monkeypatch.setattr("os.getpid", lambda: 1)
     with pytest.raises(BackendError, match="not in its forks"):
         executor.run(bench.feeds())
+
+
+def slower(profile, times):
+    """The same with nodes that take so many times as long."""
+    return replace(
+        profile,
+        node_ms={name: times * ms for name, ms in profile.node_ms.items()},
+        fronts={
+            name: tuple(
+                replace(
+                    plan,
+                    steps=tuple(
+                        replace(step, time_ms=times * step.time_ms)
+                        for step in plan.steps
+                    ),
+                )
+                for plan in front
+            )
+            for name, front in profile.fronts.items()
+        },
+    )
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """The requests that a plan was searched for."""
+    found, real = [], step_planning.search
+
+    def search(request):
+        found.append(request)
+        return real(request)
+
+    monkeypatch.setattr(step_planning, "STEP_PLANNERS", {"planned": search})
+    return found
+
+
+@pytest.fixture
+def bounded():
+    """A graph, what it costs, and a budget that not all of it fits."""
+    graph = with_updates(training_graph(get_model("lenet")(64)), Momentum())
+    known = estimate(graph, "p100")
+    return graph, known, int(0.6 * unbounded(graph, known).peak_bytes)
+
+
+def unchanged(tuner, profile, plans, measured, *, memory):
+    """What `refine` makes of plans that take as long as they are known to."""
+    measured.update((plan, plan.time_ms) for plan in plans)
+    return profile
+
+
+def placed_within(graph, **budget):
+    with Tuner(backend="null", rule=QUICK) as tuner:
+        (placed,) = place_steps(tuner, [graph], MemoryBudget(**budget))
+    peak = verify(placed.schedule, granularity=ALIGNMENT)
+    assert peak <= placed.nbytes <= budget["nbytes"]
+    return placed
+
+
+@pytest.mark.parametrize(("times", "searches"), [(0.5, 1), (1.0, 1), (3.0, 2)])
+def test_only_where_a_step_is_much_slower_than_it_seemed_is_another_searched_for(
+    times, searches, bounded, searched, monkeypatch
+):
+    graph, known, budget = bounded
+    refined = slower(known, times)
+
+    def refine(tuner, profile, plans, measured, *, memory):
+        unchanged(tuner, profile, plans, measured, memory=memory)
+        return refined
+
+    monkeypatch.setattr(planned_steps, "refine", refine)
+    placed = placed_within(graph, nbytes=budget, measured=known)
+    assert len(searched) == searches
+    assert searched[0].seed is None
+    assert placed.plan.least_ms <= placed.plan.prediction.step_ms
+
+
+def test_a_plan_that_was_found_before_stays_where_it_fits(
+    bounded, searched, monkeypatch
+):
+    graph, known, budget = bounded
+    monkeypatch.setattr(planned_steps, "refine", unchanged)
+    found = plan_step(StepRequest(graph, known, budget=budget))
+    searched.clear()
+    placed = placed_within(graph, nbytes=budget, measured=known, plan=found)
+    assert not searched
+    assert placed.plan.residency == found.residency
+    assert placed.plan.least_ms == pytest.approx(found.least_ms)
+    less = int(0.8 * budget)
+    placed = placed_within(graph, nbytes=less, measured=known, plan=found)
+    assert searched
+    assert placed.plan.residency != found.residency
+    with pytest.raises(TypeError, match="plan must be a StepPlan"):
+        MemoryBudget(nbytes="1MiB", plan={})

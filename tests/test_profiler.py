@@ -106,28 +106,24 @@ def largest(backend, graph):
 GRAPH = step()
 
 
-@pytest.mark.parametrize("more", [0, 1, 4096, 100_000, 8 * MIB, 200 * MIB])
+@pytest.mark.parametrize("more", [0, 1, 4096, 100_000, 8 * MIB, 200 * MIB, None])
 def test_profiling_takes_no_more_than_it_was_given(more):
     backend = counted()
-    memory = largest(backend, GRAPH)[1] + more
+    memory = None if more is None else largest(backend, GRAPH)[1] + more
     found = profile(tuner_of(backend), GRAPH, rule=QUICK, memory=memory)
-    assert backend.device.most <= memory
+    if memory is None:  # there is room for the caches
+        assert backend.device.most > EVICTING_BYTES
+    else:
+        assert backend.device.most <= memory
+        for front in found.fronts.values():
+            for plan in front:
+                assert WorkingSet.of_plan(plan).pool_bytes <= memory + 4 * 512
     assert backend.device.held == 0
     assert set(found.node_ms) == {node.name for node in GRAPH.nodes}
     assert all(found.node_ms[node.name] > 0 for node in nodes_that_run(GRAPH))
     assert set(found.fronts) == {n.name for n in GRAPH.nodes if n.op == "conv"}
     assert found.out_bytes_per_ms > 0
     assert found.in_bytes_per_ms > 0
-    for front in found.fronts.values():
-        for plan in front:
-            assert WorkingSet.of_plan(plan).pool_bytes <= memory + 4 * 512
-
-
-def test_without_a_size_there_is_room_for_the_caches():
-    backend = counted()
-    profile(tuner_of(backend), GRAPH, rule=QUICK)
-    assert backend.device.most > EVICTING_BYTES
-    assert backend.device.held == 0
 
 
 def test_a_node_that_does_not_fit_is_named_with_its_tensors():
@@ -279,9 +275,6 @@ def test_a_device_with_less_room_times_what_fits():
         cold_bench(counted(999), [least, MIB], None, QUICK),
     ):
         pass
-
-
-def test_the_link_is_measured_in_any_memory():
     for nbytes in (1, 1000, 65 * MIB):
         with cold_bench(get_backend("null"), [0], nbytes, QUICK) as bench:
             assert bench.link() == (1 << 24, 1 << 24)
@@ -329,37 +322,26 @@ def test_nodes_that_are_alike_are_timed_once():
     assert all(ms < found.node_ms[node] for node, ms in found.recompute_ms.items())
 
 
-@pytest.mark.parametrize("more", [0, 5000, 100 * MIB])
-def test_refining_takes_no_more_than_it_was_given(more):
-    backend = counted()
-    tuner = tuner_of(backend)
-    known = profile(tuner, GRAPH, rule=QUICK)
-    chosen = [front[-1] for front in known.fronts.values()]
-    needs = [WorkingSet.of_plan(plan).pool_bytes for plan in chosen]
-    backend.device.most = 0
-    times = {}
-    found = refine(tuner, known, chosen, times, rule=QUICK, memory=max(needs) + more)
-    assert 0 < backend.device.most <= max(needs) + more
-    assert backend.device.held == 0
-    assert len(times) == len(set(chosen))
-    for plan, ms in times.items():
-        assert plan.time_ms == pytest.approx(ms)
-        assert any(plan in front for front in found.fronts.values())
-    again = refine(tuner, found, times, times, rule=QUICK, memory=1)
-    assert again == found
-
-
-def test_refining_leaves_what_does_not_fit_as_it_was():
+@pytest.mark.parametrize("more", [-1, 0, 5000, 100 * MIB])
+def test_refining_takes_no_more_than_it_was_given_and_leaves_what_does_not_fit(more):
     backend = counted()
     tuner = tuner_of(backend)
     known = profile(tuner, GRAPH, rule=QUICK)
     chosen = [front[-1] for front in known.fronts.values()]
     needs = {plan: WorkingSet.of_plan(plan).pool_bytes for plan in chosen}
-    memory = max(needs.values()) - 1
+    memory = max(needs.values()) + more
+    backend.device.most = 0
     times = {}
     found = refine(tuner, known, chosen, times, rule=QUICK, memory=memory)
+    assert 0 < backend.device.most <= memory
+    assert backend.device.held == 0
     assert len(times) == sum(n <= memory for n in needs.values())
+    for plan, ms in times.items():
+        assert plan.time_ms == pytest.approx(ms)
+        assert any(plan in front for front in found.fronts.values())
     for name, front in known.fronts.items():
         if needs[front[-1]] > memory:
             assert found.fronts[name] == front
             assert found.node_ms[name] == known.node_ms[name]
+    again = refine(tuner, found, times, times, rule=QUICK, memory=1)
+    assert again == found

@@ -43,12 +43,17 @@ from tests.schedule_oracle import verify
 INFINITE = float("inf")
 
 
+def between(graph, profile, *shares, **options):
+    """Requests whose budgets are between the least and what needs no budget."""
+    free = StepRequest(graph, profile, **options)
+    least, most = minimum_budget(free), unbounded(graph, profile).peak_bytes
+    return [free.within(least + int(share * (most - least))) for share in shares]
+
+
 def request_of(model, batch, share, device="h200"):
     graph = with_updates(training_graph(get_model(model)(batch)), Momentum())
-    free = StepRequest(graph, estimate(graph, device))
-    most = unbounded(graph, free.profile).peak_bytes
-    least = minimum_budget(free)
-    return free.within(least + int(share * (most - least)))
+    (request,) = between(graph, estimate(graph, device), share)
+    return request
 
 
 def test_the_solver_finds_the_optimum_of_a_program_or_that_there_is_none():
@@ -88,9 +93,7 @@ def test_its_plans_fit_and_run(data):
 def test_no_residencies_of_the_largest_tensors_are_faster_than_the_plan(kind, share):
     graph = small(kind)
     profile = estimate(graph, "h200")
-    free = StepRequest(graph, profile, hosted=frozenset())
-    least, most = minimum_budget(free), unbounded(graph, profile).peak_bytes
-    request = free.within(least + int(share * (most - least)))
+    (request,) = between(graph, profile, share, hosted=frozenset())
     largest = sorted(saved_tensors(graph), key=lambda s: -s.nbytes)[:4]
     choices = (Residency.KEEP, Residency.OFFLOAD, Residency.RECOMPUTE)
     found = []
@@ -138,44 +141,30 @@ def test_the_plan_is_the_same_for_every_hash_seed():
     assert run_code(code, environment={"PYTHONHASHSEED": "1234"}) == planned()
 
 
-def test_a_value_that_exceeds_its_bound_by_rounding_is_read(monkeypatch):
-    """CBC marks such a line."""
-
-    def marked(call, **_):
-        call[-1].write_text("Optimal - objective value 2.5\n**  0 x0  1.0000001  0\n")
-
-    monkeypatch.setattr(linear_program.subprocess, "run", marked)
-    program = LinearProgram()
-    program.variable()
-    assert program.solve().values == [1.0000001]
-
-
 def test_a_method_that_does_not_end_is_followed_by_another(monkeypatch):
     def run(call, **_):
         most, method = call[-4:-2]
         assert int(most) > 1000
         ends = method == "-dualSimplex" and dual_ends
         head = "Optimal - objective value 2.5" if ends else "Stopped on iterations"
-        call[-1].write_text(f"{head}\n0 x0 1.0 0\n")
+        # CBC marks a value that exceeds its bound by rounding.
+        call[-1].write_text(f"{head}\n**  0 x0  1.0000001  0\n")
 
     monkeypatch.setattr(linear_program.subprocess, "run", run)
     program = LinearProgram()
     program.variable()
     dual_ends = True
-    assert program.solve().values == [1.0]
+    assert program.solve().values == [1.0000001]
     dual_ends = False
     assert program.solve() is None
-
-
-def test_the_solver_stops_at_the_limit_of_iterations(monkeypatch):
-    monkeypatch.setattr(linear_program, "_ITERATIONS", (1, 0))
+    monkeypatch.undo()
     program = LinearProgram()
     many = [program.variable(cost=-1.0 - i % 7) for i in range(200)]
     for one, other in itertools.pairwise(many):
         program.limit([(one, 1.0), (other, 2.0)], 1.7)
-    assert program.solve() is None
-    monkeypatch.undo()
     assert program.solve() is not None
+    monkeypatch.setattr(linear_program, "_ITERATIONS", (1, 0))
+    assert program.solve() is None
 
 
 NEARLY = 1 + 1e-6
@@ -225,11 +214,7 @@ def test_exhaustive_search_does_not_beat_it(kind, order):
     largest = sorted(saved_tensors(graph), key=lambda s: -s.nbytes)[:3]
     names = [saved.name for saved in largest]
     others = (Residency.KEEP, Residency.PAGE)
-    free = StepRequest(graph, profile)
-    least = minimum_budget(free)
-    most = unbounded(graph, profile).peak_bytes
-    for share in (0.0, 0.4):
-        request = free.within(least + int(share * (most - least)))
+    for request in between(graph, profile, 0.0, 0.4):
         bound = lower_bound(request).step_ms
         found = []
         for choices in itertools.product(Residency, repeat=len(names)):
@@ -249,11 +234,8 @@ def test_it_lies_between_compute_and_the_plan_and_falls_with_the_budget(model):
     graph = with_updates(training_graph(get_model(model)(64)), Momentum())
     profile = estimate(graph, "h200")
     whole = unbounded(graph, profile)
-    free = StepRequest(graph, profile)
-    least = minimum_budget(free)
     bounds = []
-    for share in (0.02, 0.3, 1.0):
-        request = free.within(least + int(share * (whole.peak_bytes - least)))
+    for request in between(graph, profile, 0.02, 0.3, 1.0):
         bounds.append(lower_bound(request).step_ms)
         assert bounds[-1] >= whole.prediction.step_ms / NEARLY
         assert below(request, plan_step(request))
@@ -263,10 +245,7 @@ def test_it_lies_between_compute_and_the_plan_and_falls_with_the_budget(model):
 
 
 def test_a_plan_that_recomputes_most_of_a_deep_network_does_not_beat_it(short_search):
-    graph = with_updates(training_graph(get_model("resnet50")(256)), Momentum())
-    free = StepRequest(graph, estimate(graph, "h200"))
-    least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
-    request = free.within(least + int(0.3 * (most - least)))
+    request = request_of("resnet50", 256, 0.3)
     assert below(request, plan_step(request))
 
 
@@ -309,10 +288,8 @@ def test_results_that_are_smaller_or_needed_twice_are_narrow():
 def test_copies_of_small_tensors_transfer_no_more_than_their_bytes():
     graph = saturated()  # with biases of half an aligned unit
     times = {node.name: 0.1 for node in graph.nodes}
-    free = StepRequest(graph, replace(profile(graph, 1.0, 1.0), node_ms=times))
-    least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
-    for share in (0.4, 0.6, 0.8):
-        request = free.within(least + int(share * (most - least)))
+    costs = replace(profile(graph, 1.0, 1.0), node_ms=times)
+    for request in between(graph, costs, 0.4, 0.6, 0.8):
         assert below(request, plan_step(request))
 
 
@@ -330,27 +307,19 @@ def test_it_charges_every_node_that_runs_again():
 
 
 def test_a_dense_network_keeps_what_it_concatenates(short_search):
-    graph = with_updates(training_graph(get_model("densenet40")(64)), Momentum())
-    free = StepRequest(graph, estimate(graph, "h200"))
-    least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
-    plan = plan_step(free.within(least + int(0.3 * (most - least))))
+    request = request_of("densenet40", 64, 0.3)
+    plan = plan_step(request)
     assert plan.gap < 0.03  # 0.06 with saved tensors alone
     kept = {Residency.KEEP, Residency.OFFLOAD}
-    assert any(plan.residency.get(name) in kept for name in free.chains.narrow)
+    assert any(plan.residency.get(name) in kept for name in request.chains.narrow)
 
 
-def test_below_every_operand_nothing_fits():
-    graph = small("chain")
-    profile = estimate(graph, "null")
-    assert lower_bound(StepRequest(graph, profile, budget=4096)).step_ms == math.inf
-
-
-def test_of_large_graphs_it_is_the_compute_time_and_says_so():
+def test_it_is_infinite_below_the_operands_and_the_compute_time_of_large_graphs():
     graph = small("chain")
     profile = estimate(graph, "null")
     request = StepRequest(graph, profile)
-    least = minimum_budget(request)
-    found = lower_bound(request.within(least), 3)
+    assert lower_bound(request.within(4096)).step_ms == math.inf
+    found = lower_bound(request.within(minimum_budget(request)), 3)
     assert found.step_ms == pytest.approx(unbounded(graph, profile).prediction.step_ms)
     assert "more than 3" in found.reason
 

@@ -76,16 +76,16 @@ def run(backend, algo, workspace=0, problem=PROBLEM):
     backend.conv.run(problem, algo, *operands(backend, problem), scratch)
 
 
-def test_it_lists_what_was_measured(recording):
+def test_it_lists_what_was_measured_on_each_machine(recording):
     backend = get_backend(recording)
+    assert recording_of(backend) is backend.conv
+    assert recording_of(get_backend("null")) is recording_of(get_backend("cpu")) is None
     assert backend.name == recording
     assert backend.device.fingerprint == "gpu"
     assert dict(backend.conv.algorithms(PROBLEM)) == {"GEMM": 0, "FFT": 4096}
     assert backend.conv.excluded(PROBLEM) == [("WINOGRAD", "illegal address")]
     assert backend.conv.algorithms(PROBLEM.with_batch(2)) == [("GEMM", 0)]
-
-
-def test_each_machine_is_a_device(recording):
+    assert backend.conv.sizes(PROBLEM.with_batch(5)) == [2, 8]
     assert device_count(recording) == 2
     other = get_backend(recording, device=1)
     assert other.device.fingerprint == "other gpu"
@@ -103,7 +103,7 @@ def test_what_was_not_recorded_is_said(recording):
     with pytest.raises(UnsupportedError, match="not recorded at micro-batch 5"):
         run(get_backend(recording), "GEMM", problem=unknown)
     elsewhere = PROBLEM.with_direction(Direction.BACKWARD_DATA)
-    assert conv.algorithms(elsewhere) == []
+    assert conv.algorithms(elsewhere) == conv.sizes(elsewhere) == []
     ((_, reason),) = conv.excluded(elsewhere)
     assert "not recorded on gpu" in reason
 
@@ -142,19 +142,6 @@ def test_math_modes_are_algorithms_of_their_own():
     assert {name for name, _ in conv.algorithms(PROBLEM)} == {"GEMM", "GEMM[tf32]"}
     found = conv.row(PROBLEM, "GEMM[tf32]")
     assert found == replace(rows[1].perf, algo="GEMM[tf32]")
-
-
-def test_a_layer_was_measured_at_some_sizes(recording):
-    conv = get_backend(recording).conv
-    assert conv.sizes(PROBLEM.with_batch(5)) == [2, 8]
-    assert conv.sizes(PROBLEM.with_direction(Direction.BACKWARD_DATA)) == []
-
-
-def test_only_a_recording_is_one(recording):
-    backend = get_backend(recording)
-    assert recording_of(backend) is backend.conv
-    assert recording_of(get_backend("null")) is None
-    assert recording_of(get_backend("cpu")) is None
 
 
 def test_devices_have_their_own_verdicts_and_alignments(tmp_path):
@@ -256,21 +243,17 @@ def test_what_the_sizes_do_not_make_up_has_no_front(tmp_path):
     assert {s.batch for plan in fronts[problem(16)] for s in plan.steps} == {8}
 
 
-def test_files_of_one_device_are_one(tmp_path):
+def test_files_of_one_device_are_one_and_the_newer_row_counts(tmp_path):
     ways = [problem(8, direction) for direction in Direction]
     files = [recorded(tmp_path / f"{i}.json", [one]) for i, one in enumerate(ways)]
     assert {*read_fronts(files, ways).fronts(ways)} == {*ways}
     assert {*read_fronts(files[:2], ways).fronts(ways)} == {*ways[:2]}
-
-
-def test_the_newer_of_two_files_counts(tmp_path):
     files = [tmp_path / "new.json", tmp_path / "old.json"]
     for file, at, ms in zip(files, (2.0, 1.0), (5.0, 4.0), strict=True):
         write_recording(file, Recording(measurements=[row("GEMM", 8, ms, at=at)]))
-    one = row("GEMM", 8).problem
     for order in (files, files[::-1]):
-        (plan,) = read_fronts([*map(str, order)], [one]).fronts([one])[one]
-        assert plan.time_ms == 5.0
+        fronts = read_fronts([*map(str, order)], [PROBLEM]).fronts([PROBLEM])
+        assert [plan.time_ms for plan in fronts[PROBLEM]] == [5.0]
 
 
 def test_two_devices_do_not_add_up_to_a_step(tmp_path):
@@ -340,17 +323,13 @@ def test_another_batch_is_made_up_of_the_same_measurements(tmp_path):
     assert "IMPLICIT_GEMM" not in algorithms
 
 
-def test_without_a_recording_all_is_estimated():
-    graph, convs = step()
-    costs = StepCosts(graph, "null")
-    assert costs.profile == estimate(graph, "null")
-    assert costs.coverage == Coverage(0, len(convs))
-    assert "convolutions" not in costs.figures
-
-
-def test_what_is_measured_takes_no_recording(tmp_path):
+def test_what_is_measured_takes_no_recording_and_without_one_all_is_estimated():
     graph, convs = step()
     profile = estimate(graph, "null")
+    costs = StepCosts(graph, "null")
+    assert costs.profile == profile
+    assert costs.coverage == Coverage(0, len(convs))
+    assert "convolutions" not in costs.figures
     assert StepCosts(graph, "cpu", profile).coverage == Coverage(len(convs), 0)
     with pytest.raises(ValueError, match="the CPU is measured: recordings are for"):
         StepCosts(graph, "cpu", profile, ["r.json"])

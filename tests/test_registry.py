@@ -127,6 +127,10 @@ def test_a_strategy_is_a_name_or_a_function(table):
     assert table.register(mine) is mine
     assert table.resolve("mine") is mine
     assert table.names == ("one", "mine")
+    with pytest.raises(ValueError, match="give it another name"):
+        table.register(lambda: 2)
+    table.register(lambda: 2, name="two")
+    assert table.resolve("two")() == 2
 
 
 @pytest.mark.parametrize("name", ["one", "all"])
@@ -141,13 +145,6 @@ def test_what_is_no_strategy_is_told_which_there_are(table, bad):
         table.resolve(bad)
     with pytest.raises(TypeError, match="a thing must be a function"):
         table.register(bad)
-
-
-def test_a_function_without_a_name_needs_one(table):
-    with pytest.raises(ValueError, match="give it another name"):
-        table.register(lambda: 2)
-    table.register(lambda: 2, name="two")
-    assert table.resolve("two")() == 2
 
 
 def test_an_unknown_name_lists_those_that_are_known():

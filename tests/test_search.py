@@ -63,9 +63,7 @@ def test_a_rule_treats_all_blocks_alike_and_keeps_their_ends():
     assert {producers[name].op for name in ends} <= {"add", "relu"}
     half = next(r for r in rules if Counter(r.values())[Residency.KEEP] == 4)
     assert {n for n, c in half.items() if c is Residency.KEEP} == set(ends[::2])
-
-
-def test_without_joints_a_block_ends_at_each_checkpoint():
+    # Without joints a block ends at each checkpoint.
     asked = request("alexnet", share=None)
     candidates = candidates_of(asked)
     kept = next(blockwise(asked.graph, candidates))
@@ -264,7 +262,7 @@ def sliced(parts):
 
 
 def test_what_is_known_of_the_whole_is_carried_over_to_all_its_slices():
-    whole, slices = candidates_of(sliced(1)), candidates_of(sliced(4))
+    whole, two, slices = (candidates_of(sliced(parts)) for parts in (1, 2, 4))
     choices = list(Residency)
     known = {c.saved.name: choices[i % 5] for i, c in enumerate(whole)}
     found = carried_over({**known, EVERYTHING: Residency.PAGE}, slices)
@@ -272,16 +270,13 @@ def test_what_is_known_of_the_whole_is_carried_over_to_all_its_slices():
     for name, choice in found.items():
         assert choice is known.get(name.partition("@")[0], Residency.PAGE)
     assert len(set(found.values())) == 5
-
-
-def test_slices_take_after_those_that_they_lie_in():
-    two, four = candidates_of(sliced(2)), candidates_of(sliced(4))
+    # Slices take after those that they lie in.
     halves = {
         c.saved.name: Residency.KEEP if "@0" in c.saved.name else Residency.OFFLOAD
         for c in two
         if "@" in c.saved.name
     }
-    found = carried_over(halves, four)
+    found = carried_over(halves, slices)
     cut = [n for n in found if n.endswith(("@0", "@1", "@2", "@3"))]
     assert len(cut) > 40
     for name in cut:

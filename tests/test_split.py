@@ -183,10 +183,7 @@ def test_where_nothing_couples_the_batch_forward_and_backward_are_one_phase():
         if node.traits.convolution and node.phase is Phase.FORWARD
     ]
     assert sizes == [2, 2, 3]
-
-
-def test_filter_gradients_are_added_up_by_the_convolution_itself():
-    cut = split_batch(layers(7), 3)
+    # Filter gradients are added up by the convolution itself.
     last = {len(n.inputs): n for n in cut.nodes if n.name.startswith("conv.grad@")}
     assert set(last) == {2, 3}
     assert cut.tensors[last[3].outputs[0]].alias == last[3].inputs[2]
@@ -227,16 +224,12 @@ def test_merged_statistics_are_never_computed_again():
 
 
 @pytest.mark.parametrize("parts", [0, -1, {"relu": 0}])
-def test_parts_below_one_are_refused(parts):
+def test_parts_below_one_and_graphs_without_a_batch_are_refused(parts):
     with pytest.raises(ValueError, match="parts"):
         split_batch(layers(4), parts)
-
-
-def test_a_graph_without_a_batch_is_refused():
     g = GraphBuilder()
-    graph = g.build(g.relu(g.input("x", ())))
     with pytest.raises(ValueError, match="batch"):
-        split_batch(graph, 2)
+        split_batch(g.build(g.relu(g.input("x", ()))), 2)
 
 
 STRIP_MODELS = {

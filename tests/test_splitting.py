@@ -189,15 +189,10 @@ def test_the_least_budget_counts_parts_that_need_no_plan():
     assert len(study.splitting.tried) == 1
     whole, parts = (study.min_budget[name] for name in ("planned", IN_PARTS))
     assert parts == study.minimum < 0.6 * whole
-
-
-def test_times_of_the_one_way_that_was_asked_for_are_held_against_itself():
+    # Times of the one way that was asked for are held against itself.
     spec = StepSpec(model="lenet", batch=1, inference=True)
     study = study_memory(spec, policies=["planned"], budget="1GiB", split="height:4")
     assert "1.00x of 4 tiles unbounded" in study.splitting.reason
-
-
-def test_the_cpu_is_measured():
     with pytest.raises(ValueError, match="measured"):
         study_memory(StepSpec(model="lenet", batch=4, device="cpu"), split="auto")
 

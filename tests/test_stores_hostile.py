@@ -122,15 +122,11 @@ def test_a_damaged_verdict_is_none(cache):
         assert found.verdicts() == ()
 
 
-def test_what_is_damaged_is_measured_again(cache):
+@pytest.mark.parametrize("measured", [True, False])
+def test_what_is_damaged_is_measured_again_or_imported(cache, recording, measured):
     change(cache, "UPDATE entries SET value = x'00'")
-    done("tune", *ASKED, "--backend", "null", "--cache", cache, "--batch-policy", "all")
-    assert done("cache", "list", "--cache", cache).stderr == ""
-
-
-def test_an_import_replaces_what_is_damaged(cache, recording):
-    change(cache, "UPDATE entries SET value = x'00'")
-    done("cache", "import", recording, "--cache", cache)
+    tune = ("tune", *ASKED, "--backend", "null", "--batch-policy", "all")
+    done(*(tune if measured else ("cache", "import", recording)), "--cache", cache)
     assert done("cache", "list", "--cache", cache).stderr == ""
 
 
@@ -205,9 +201,6 @@ def test_names_that_no_file_has_mean_memory(tmp_path):
     with cache:
         assert cache.path is None
     assert "cannot keep a cache" in refused("cache", "list", "--cache", path)
-
-
-def test_a_null_character_is_no_part_of_a_path(tmp_path):
     with pytest.raises(ValueError, match="null character"):
         BenchmarkCache(f"{tmp_path}/a\0b")
 
@@ -215,22 +208,15 @@ def test_a_null_character_is_no_part_of_a_path(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="needs FIFOs")
 @pytest.mark.parametrize("suffix", ["", "-wal", "-journal", "-shm"])
 def test_a_fifo_is_not_waited_for(tmp_path, suffix):
-    os.mkfifo(tmp_path / f"cache.sqlite{suffix}")
+    fifo = tmp_path / f"cache.sqlite{suffix}"
+    os.mkfifo(fifo)
     with pytest.warns(CacheWarning, match="it is a FIFO, not a file"):
         cache = BenchmarkCache(tmp_path / "cache.sqlite")
     with cache:
         assert cache.path is None
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs FIFOs")
-def test_a_fifo_is_no_recording(tmp_path):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    for args in (
-        ("cache", "import", fifo, "--cache", "none"),
-        ("tune", *ASKED, "--backend", f"recorded:{fifo}", "--cache", "none"),
-    ):
-        assert "it is a FIFO, not a file" in refused(*args)
+    for args in (("cache", "import", fifo), ("tune", "--backend", f"recorded:{fifo}")):
+        more = ("--cache", "none", *(ASKED if "tune" in args else ()))
+        assert "it is a FIFO, not a file" in refused(*args, *more)
 
 
 def test_a_packed_bomb_is_not_unpacked(monkeypatch):

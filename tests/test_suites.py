@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+import mucudnn.suites
 from mucudnn.ir.conv import Direction
 from mucudnn.suites import (
     SUITES,
@@ -32,19 +33,19 @@ def test_names_are_distinct_and_shapes_are_2d_or_3d(name):
     for layer in layers:
         assert layer.problem.direction is Direction.FORWARD
         assert len(layer.problem.x_shape) == 2 + rank
+    files = Path(mucudnn.suites.__file__).parent.glob("*.csv")
+    assert {file.stem for file in files} == set(SUITES)
+    with pytest.raises(ValueError, match=r"'nope'.*alexnet.*unet3d"):
+        load_suite("nope")
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_networks_list_every_distinct_convolution_once(name):
+def test_networks_list_every_distinct_convolution_once_and_do_the_published_work(name):
     layers = load_suite(name)
     assert sum(layer.count for layer in layers) == CONVOLUTIONS[name]
     assert len({layer.problem for layer in layers}) == len(layers)
-
-
-@pytest.mark.parametrize("name", GMACS)
-def test_networks_do_the_published_work(name):
-    flops = sum(x.count * x.problem.with_batch(1).flops for x in load_suite(name))
-    assert flops / 2e9 == pytest.approx(GMACS[name], rel=0.01)
+    flops = sum(x.count * x.problem.with_batch(1).flops for x in layers)
+    assert name == "alexnet" or flops / 2e9 == pytest.approx(GMACS[name], rel=0.01)
 
 
 def test_alexnet_is_the_one_tower_form():
@@ -67,6 +68,9 @@ def test_unet_levels_join():
 
 def test_deepbench_has_its_published_mix():
     train = [x.problem for x in load_suite("deepbench_train")]
+    assert (
+        load_suite("deepbench_train")[11].name == "deepbench_train/12:60x6x64-128-3x3"
+    )
     assert len(train) == 94
     assert len(set(train)) == 90
     assert Counter(p.batch for p in train) == {16: 52, 8: 38, 4: 2, 32: 2}
@@ -76,16 +80,6 @@ def test_deepbench_has_its_published_mix():
     inference = [x.problem for x in load_suite("deepbench_inference")]
     assert len(inference) == 107
     assert Counter(p.batch for p in inference) == {1: 57, 2: 48, 4: 2}
-
-
-def test_unnamed_layers_get_number_and_shape():
-    name = load_suite("deepbench_train")[11].name
-    assert name == "deepbench_train/12:60x6x64-128-3x3"
-
-
-def test_unknown_suite_lists_the_known():
-    with pytest.raises(ValueError, match=r"'nope'.*alexnet.*unet3d"):
-        load_suite("nope")
 
 
 def problems():
@@ -113,6 +107,8 @@ def fields(problem):
 def test_problem_text_round_trips(problem):
     text = ",".join(f"{k}={v}" for k, v in fields(problem).items())
     assert parse_problem(text) == problem
+    short = parse_problem("n=2,c=3,h=9,w=9,k=4,r=3,s=3,pad=1,stride=2,pad_h=0")
+    assert (short.padding, short.stride) == ((0, 1), (2, 2))
 
 
 @given(st.lists(problems(), min_size=1, max_size=5), st.randoms())
@@ -125,11 +121,6 @@ def test_csv_round_trips_whatever_the_column_order(asked, random):
     writer.writerows(fields(problem) for problem in asked)
     lines = text.getvalue().splitlines(keepends=True)
     assert [x.problem for x in read_layers(lines, "f", "f.csv")] == asked
-
-
-def test_one_number_serves_all_axes():
-    short = parse_problem("n=2,c=3,h=9,w=9,k=4,r=3,s=3,pad=1,stride=2,pad_h=0")
-    assert (short.padding, short.stride) == ((0, 1), (2, 2))
 
 
 ROW = "700,161,1,4,32,20,5,0,0,2,2"
@@ -157,6 +148,8 @@ def test_repeated_names_give_way_to_shapes(tmp_path):
     file.write_text("name,n,c,w,k,s\nOCR,1,2,9,4,3\nOCR,1,2,8,4,3\nface,1,2,9,4,3\n")
     names = [layer.name for layer in read_layers_file(file)]
     assert names == ["apps/1:9x2-4-3", "apps/2:8x2-4-3", "face"]
+    wide = parse_problem("n=1,c=3,d=4,h=5,w=6,k=7,t=1,r=2,s=3")
+    assert short_name(wide) == "6x5x4x3-7-3x2x1"
 
 
 @pytest.mark.parametrize(
@@ -178,19 +171,13 @@ def test_repeated_names_give_way_to_shapes(tmp_path):
         ("n,c,w,k,s,dtype\n1,3,9,4,3,int9\n", r"bad\.csv:2: unknown dtype 'int9'"),
         ("n,c,w,k,s\n", r"bad\.csv has no layers"),
         ("", r"bad\.csv has no layers"),
+        ("\udcff\udcfe\0", r"bad\.csv is not UTF-8"),
     ],
 )
 def test_errors_name_file_line_and_column(tmp_path, text, message):
     file = tmp_path / "bad.csv"
-    file.write_text(text)
+    file.write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=message):
-        read_layers_file(file)
-
-
-def test_binary_files_are_refused(tmp_path):
-    file = tmp_path / "image.csv"
-    file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"image\.csv is not UTF-8"):
         read_layers_file(file)
 
 
@@ -210,15 +197,3 @@ def test_binary_files_are_refused(tmp_path):
 def test_problem_errors_say_what_would_work(text, message):
     with pytest.raises(ValueError, match=message):
         parse_problem(text)
-
-
-def test_short_names_put_the_width_first():
-    problem = parse_problem("n=1,c=3,d=4,h=5,w=6,k=7,t=1,r=2,s=3")
-    assert short_name(problem) == "6x5x4x3-7-3x2x1"
-
-
-def test_suites_are_files_of_the_package():
-    import mucudnn.suites
-
-    folder = Path(mucudnn.suites.__file__).parent
-    assert {f.stem for f in folder.glob("*.csv")} == set(SUITES)

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -122,11 +123,8 @@ def test_callers_may_share_a_crew():
         for _ in range(20):
             workers.each(range(5), lambda _, item: seen.append((name, item)))
 
-    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(call, range(3), timeout=300))
     assert Counter(seen) == {(n, i): 20 for n in range(3) for i in range(5)}
 
 

@@ -51,10 +51,27 @@ class Scripted:
 RULE = StoppingRule(min_samples=3, max_samples=10, margin=0.01, budget_ms=100)
 
 
-def test_steady_runs_are_few_and_the_warm_up_does_not_count():
-    device = Scripted(50, 2)
-    assert measure(device.run, device, RULE) == Timing(2, 0, 3)
-    assert device.runs == 4
+NO_TIME = {"deadline": 0, "clock": lambda: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "expected", "runs"),
+    [
+        ((50, 2), {}, Timing(2, 0, 3), 4),  # the warm-up does not count
+        ((1, 1, 9, 1, 1), {}, Timing(1, 0, 3), 4),  # the margin ends it
+        ((1, 60, 41, 5), {}, Timing.of([60, 41]), 3),  # the budget
+        ((101, 99), {}, Timing(99, 0, 1), 2),  # one slow run is not repeated
+        ((9, 8), {"best_ms": 2}, Timing(9, 0, 1), 1),  # nor a hopeless rival,
+        ((8, 7), {"best_ms": 2}, Timing(7, 0, 1), 2),  # not as cold
+        ((8, 4), {"best_ms": 2}, Timing(4, 0, 3), 4),
+        ((4, 8), {"best_ms": 2}, Timing(8, 0, 3), 4),
+        ((7, 1), NO_TIME, Timing(7, 0, 0), 1),  # the warm-up is told to be one
+    ],
+)
+def test_what_ends_the_runs_of_a_kernel(script, options, expected, runs):
+    device = Scripted(*script)
+    assert measure(device.run, device, RULE, **options) == expected
+    assert device.runs == runs
 
 
 def test_unsteady_runs_are_repeated_to_the_most():
@@ -62,36 +79,8 @@ def test_unsteady_runs_are_repeated_to_the_most():
     timing = measure(device.run, device, RULE)
     assert timing.samples == 10
     assert timing.noise_ms > 0.01 * timing.time_ms
-
-
-def test_the_margin_ends_it():
-    device = Scripted(1, 1, 9, 1, 1, 1, 1, 1)
-    timing = measure(device.run, device, RULE)
-    assert timing == Timing(1, 0, 3)
     wide = StoppingRule(min_samples=3, max_samples=10, margin=10)
-    device = Scripted(*[1, 2, 4] * 20)
     assert measure(device.run, device, wide).samples == 3
-
-
-def test_the_budget_ends_it():
-    device = Scripted(1, 60, 41, 5)
-    assert measure(device.run, device, RULE).samples == 2
-
-
-def test_one_slow_run_is_not_repeated():
-    device = Scripted(101, 99)
-    assert measure(device.run, device, RULE) == Timing(99, 0, 1)
-    assert device.runs == 2
-
-
-def test_a_hopeless_rival_is_not_repeated():
-    device = Scripted(9, 8)
-    assert measure(device.run, device, RULE, best_ms=2) == Timing(9, 0, 1)
-    device = Scripted(8, 7)  # not as cold, it is behind all the same
-    assert measure(device.run, device, RULE, best_ms=2) == Timing(7, 0, 1)
-    for times in ((8, 4), (4, 8)):
-        device = Scripted(*times)
-        assert measure(device.run, device, RULE, best_ms=2).samples == 3
 
 
 def test_after_the_deadline_the_samples_at_hand_are_final():
@@ -103,13 +92,6 @@ def test_after_the_deadline_the_samples_at_hand_are_final():
     assert measure(device.run, device, RULE, deadline=3, clock=clock) == Timing.of(
         [2, 4]
     )
-
-
-def test_with_no_time_for_more_the_warm_up_tells_that_it_is_one():
-    device = Scripted(7, 1)
-    timing = measure(device.run, device, RULE, deadline=0, clock=lambda: 0.0)
-    assert timing == Timing(7, 0, samples=0)
-    assert device.runs == 1
 
 
 def test_rivals_take_turns():
@@ -128,18 +110,18 @@ def test_rivals_take_turns():
     assert timings == (Timing(1, 0, 3), Timing(5, 0, 3))
 
 
-def test_launches_are_hidden_by_their_number():
-    """A plan in four parts is held back until the host has launched all four."""
+def test_rivals_are_timed_alike_whatever_hides_their_launches_or_ends_their_time():
+    """One run apiece would be a coin toss: the spread would not be known.
+
+    A plan in four parts is held back until the host has launched all four.
+    """
     device = Scripted(1)
     measure_together([device.run, device.run], device, RULE, launches=[4, 1])
     assert device.hidden == [4, 1] * 4
-
-
-def test_rivals_are_timed_alike_whatever_the_budget():
-    """One run apiece would be a coin toss: the spread would not be known."""
-    device = Scripted(200)
-    timings = measure_together([device.run, device.run], device, RULE)
-    assert [t.samples for t in timings] == [3, 3]
+    for script, options, samples in ((200, {}, 3), (1, NO_TIME, 0)):
+        device = Scripted(script)
+        timings = measure_together([device.run] * 2, device, RULE, **options)
+        assert timings == (Timing(script, 0, samples),) * 2
 
 
 def test_a_clear_lead_of_slow_rivals_needs_no_third_round():
@@ -161,14 +143,6 @@ def test_a_slow_challenger_that_is_not_faster_is_tried_once():
     quick = Scripted(1)
     tied = measure_together([quick.run, quick.run], quick, RULE, challenger=True)
     assert [t.samples for t in tied] == [3, 3], "what takes no time is tried on"
-
-
-def test_rivals_stop_at_the_deadline():
-    device = Scripted(1)
-    timings = measure_together(
-        [device.run, device.run], device, RULE, deadline=0, clock=lambda: 0.0
-    )
-    assert timings == (Timing(1, 0, 0), Timing(1, 0, 0))
 
 
 times = st.lists(st.integers(1, 1000), min_size=1, max_size=30)

@@ -14,6 +14,7 @@ from tests.torch_steps import train_eagerly
 
 pytestmark = [
     pytest.mark.torch,
+    pytest.mark.usefixtures("short_search"),
     # Of PyTorch's own modules, as they are imported for compilation.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -8,8 +8,8 @@ import math
 import mmap
 import random
 import re
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -245,17 +245,8 @@ def test_runs_in_memory_at_once_are_announced():
 
 def in_threads(*functions):
     """Run functions at once; their results in order."""
-    found = [None] * len(functions)
-
-    def run(i):
-        found[i] = functions[i]()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    return found
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(lambda run: run(), functions, timeout=300))
 
 
 # Both threads are between the passes of one graph.
@@ -432,15 +423,13 @@ def test_errors_name_the_operation_and_the_users_line():
         assert f"({__file__}:" in str(caught.value)
 
 
-def test_a_sparse_gradient_is_refused():
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_sparse_gradients_are_refused_but_outside_of_what_is_compiled():
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
     call = torch.compile(model, backend=mt.backend(budget="1MiB"))
     with pytest.raises(UnsupportedError, match=r"sparse_coo; only dense.*after"):
         call(torch.tensor([1, 2]))
 
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_sparse_gradients_may_stay_outside_of_what_is_compiled():
     def trained(compiled):
         torch.manual_seed(0)
         table, rest = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
@@ -543,10 +532,6 @@ def test_models_with_a_backend_in_common_keep_the_budget_each_and_say_so():
     assert len(backend.plans) == 2
 
 
-def part(name, function, ends=None, resumes=False):
-    return GraphSource(name, function, ends, resumes)
-
-
 def test_what_a_budget_is_said_to_be_enough_is_enough():
     """Whatever the graphs need, down to their least."""
 
@@ -569,7 +554,7 @@ def test_what_a_budget_is_said_to_be_enough_is_enough():
             try:
                 for i, (least, most) in enumerate(graphs):
                     ends = f"line {i}" if i + 1 < count else None
-                    source = part(f"graph {i}", f"{i}", ends, i > 0)
+                    source = GraphSource(f"graph {i}", f"{i}", ends, i > 0)
                     shared.note(source, shared.plan(source, planned(least, most)))
             except PlanningError as e:
                 budget, tries = e.least_bytes, tries + 1

@@ -6,6 +6,7 @@ import re
 import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import numpy as np
@@ -50,7 +51,7 @@ def assert_same(found, wanted):
     torch.utils._pytree.tree_map(close, found, wanted)
 
 
-def bodies_that_run_later():
+def test_only_functions_whose_bodies_run_at_once_are_decorated(ours):
     def generator():
         yield
 
@@ -60,28 +61,16 @@ def bodies_that_run_later():
     async def both():
         yield
 
-    return generator, coroutine, both
-
-
-@pytest.mark.parametrize("function", bodies_that_run_later())
-def test_functions_whose_bodies_run_later_are_not_decorated(function, ours):
-    with pytest.raises(TypeError, match=f"{function.__name__} returns before its body"):
-        ours(function)
-
-
-@pytest.mark.parametrize("other", [nn.Conv2d, nn.Conv2d(1, 1, 1), "forward"])
-def test_only_functions_are_decorated(other, ours):
-    with pytest.raises(TypeError, match="only functions can be decorated, got"):
-        ours(other)
-
-
-def test_partial_functions_are_decorated(ours):
+    for function in (generator, coroutine, both):
+        words = f"{function.__name__} returns before its body"
+        with pytest.raises(TypeError, match=words):
+            ours(function)
+    for other in (nn.Conv2d, nn.Conv2d(1, 1, 1), "forward"):
+        with pytest.raises(TypeError, match="only functions can be decorated, got"):
+            ours(other)
     x, w, b = operands()
     close(ours(functools.partial(conv, x, w))(b), conv(x, w, b))
     assert ours.stats.forward.ours == 1
-
-
-def test_leaving_what_was_not_entered(ours):
     with pytest.raises(RuntimeError, match="without having been entered"):
         ours.__exit__(None, None, None)
 
@@ -203,15 +192,10 @@ def test_other_data_types(dtype, fell_back, ours):
 def test_gradients_by_another_thread(ours):
     x, w, b = operands()
     wanted = torch.autograd.grad(conv(x, w, b).sum(), (x, w, b))
-    found = []
-    with ours:
+    with ours, ThreadPoolExecutor(1) as pool:
         loss = conv(x, w, b).sum()
-        other = threading.Thread(
-            target=lambda: found.extend(torch.autograd.grad(loss, (x, w, b)))
-        )
-        other.start()
-        other.join()
-    assert_same(tuple(found), wanted)
+        found = pool.submit(torch.autograd.grad, loss, (x, w, b)).result()
+    assert_same(found, wanted)
     assert ours.stats.backward.ours == 1
 
 
@@ -459,26 +443,17 @@ def test_threads_share_a_context():
     x, w, b = operands(requires_grad=False)
     expected = conv(x, w, b)
     expected_grads = torch.func.grad(lambda w: conv(x, w, b).sum())(w)
-    failures = []
 
-    def work():
+    def work(_):
         own = w.clone().requires_grad_()
-        try:
-            for _ in range(5):
-                y = conv(x, own, b)
-                (grad,) = torch.autograd.grad(y.sum(), own)
-                torch.testing.assert_close(y, expected)
-                torch.testing.assert_close(grad, expected_grads)
-        except Exception as e:
-            failures.append(e)
+        for _ in range(5):
+            y = conv(x, own, b)
+            (grad,) = torch.autograd.grad(y.sum(), own)
+            torch.testing.assert_close(y, expected)
+            torch.testing.assert_close(grad, expected_grads)
 
-    with context:
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not failures
+    with context, ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert context.stats.forward.ours == context.stats.backward.ours == 20
 
 

@@ -138,10 +138,8 @@ def test_steps_are_eager_ones_in_the_bytes_that_are_promised(dtype, form):
 
 
 def test_what_native_kernels_do_not_fit_is_planned():
-    dtype, form = torch.float64, torch.contiguous_format  # which PyTorch lowers whole
-    native = least_budget(dtype, form, None)
-    tight = least_budget(dtype, form, dividing())
-    assert tight < native
+    case = torch.float64, torch.contiguous_format  # which PyTorch lowers whole
+    assert least_budget(*case, dividing()) < least_budget(*case, None)
 
 
 def lowered_network(dtype=torch.float64, form=torch.contiguous_format):
@@ -173,7 +171,7 @@ def test_fronts_have_what_is_really_allocated():
                 assert_close(found, wanted, torch.float64)
 
 
-def test_what_would_lie_otherwise_stays_pytorchs():
+def test_what_is_not_ours_or_cannot_be_measured_stays_pytorchs(monkeypatch):
     planner = lowered_network()
     lowered = planner.lowered
     turned = {
@@ -182,19 +180,16 @@ def test_what_would_lie_otherwise_stays_pytorchs():
         if name.startswith("convolution")
     }
     other = replace(lowered, layouts={**lowered.layouts, **turned})
-    profile = conv_fronts.with_fronts(other, planner.profile, dividing())
-    assert profile is planner.profile
-
-
-def test_a_tuner_that_cannot_measure_leaves_it_to_pytorch(monkeypatch):
-    planner = lowered_network()
+    narrow = lowered_network(torch.bfloat16)
+    for graph, known in ((other, planner.profile), (narrow.lowered, narrow.profile)):
+        assert conv_fronts.with_fronts(graph, known, dividing()) is known
     one = dividing()
 
     def refuses(self, problem):
         raise UnsupportedError("not today")
 
     monkeypatch.setattr(Tuner, "measure", refuses)
-    profile = conv_fronts.with_fronts(planner.lowered, planner.profile, one)
+    profile = conv_fronts.with_fronts(lowered, planner.profile, one)
     assert all(
         len(front) == 1 and is_native(front[0]) for front in profile.fronts.values()
     )
@@ -225,12 +220,6 @@ def test_plans_run_where_the_tensors_are_whatever_the_default_device():
         (found,) = evaluate(call, operands)
         (wanted,) = evaluate(site.call, operands)
     assert_close(found, wanted, torch.float64)
-
-
-def test_data_types_that_are_not_ours_stay_pytorchs():
-    planner = lowered_network(torch.bfloat16)
-    profile = conv_fronts.with_fronts(planner.lowered, planner.profile, dividing())
-    assert profile is planner.profile
 
 
 @pytest.mark.usefixtures("gain_by_memory")

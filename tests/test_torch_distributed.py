@@ -1,5 +1,7 @@
 """Ranks over gloo: losses are one device's, shares the planner's, faults one line."""
 
+import functools
+import json
 import os
 import signal
 import subprocess
@@ -11,11 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from mucudnn.errors import UnsupportedError
 from mucudnn.ir.fleet import Rank
+from mucudnn.ir.graph import Phase
 from mucudnn.passes.load_balancing import share_times
+from mucudnn.torch.costs.measure import measured
 from mucudnn.torch.distributed import collectives
-from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, start
+from mucudnn.torch.distributed.sharding import WAIT
+from mucudnn.torch.lowering.lower import lower
+from tests.fleet_ranks import BATCH, SAMPLES, a_table, ranks, started
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("needs PyTorch with gloo", allow_module_level=True)
@@ -232,15 +240,10 @@ def test_a_dead_rank_ends_the_others_and_the_run_goes_on_with_another_number(
     where, others, tmp_path
 ):
     """It dies between two steps, or in the middle of a backward pass."""
-    processes = start(where, 2, tmp_path)
-    try:
-        assert processes[1].wait(300) == -signal.SIGKILL
-        assert processes[0].wait(300) == 1  # PyTorch's own patience is half an hour
-    finally:
+    with started(where, 2, tmp_path) as processes:
         for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.join(300)  # PyTorch's own patience is half an hour
+        assert [p.exitcode for p in processes] == [1, -signal.SIGKILL]
     *_, line = (tmp_path / "0.err").read_text().strip().splitlines()
     assert (
         "mucudnn.errors.RankLostError: another rank failed or does not respond" in line
@@ -249,3 +252,100 @@ def test_a_dead_rank_ends_the_others_and_the_run_goes_on_with_another_number(
         assert found["steps"] == 6
         assert found["losses"] < CLOSE
         assert found["state"] < CLOSE
+
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("needs PyTorch with gloo", allow_module_level=True)
+
+
+MODULE = "tests.sharded_steps"
+
+GROUPS = (
+    (2, ("fsdp", "wide", "tight", "tied", "partly")),
+    (2, ("normalized", "bfloat16", "float16", "inner only", "clipped")),
+    (2, ("ddp", "ddp clipped", "ddp normalized", "ddp unused")),
+    (4, ("tight", "ddp", "ddp unused")),
+)
+"""Numbers of ranks, and cases that they try one after another: starting takes long."""
+
+FEATURES = ("apart", "between", "accumulated", "scaled")
+AROUND = (*FEATURES, "refused")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    @functools.cache
+    def of(size, cases):
+        folder = tmp_path_factory.mktemp("ranks")
+        return ranks(",".join(cases), size, folder, MODULE)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("size", "cases", "case"),
+    [(size, cases, case) for size, cases in GROUPS for case in cases],
+)
+def test_steps_have_the_bits_of_pytorchs_own_within_the_planned_bytes(
+    size, cases, case, results
+):
+    found = [rank[case] for rank in results(size, cases)]
+    assert not any("error" in rank for rank in found), found
+    assert len({rank["peak"] for rank in found}) == 1
+    for rank in found:
+        assert not any(rank["differs"]), rank["differs"]
+        assert rank["real"] <= rank["planned"]
+        if rank["budget"] is not None:
+            assert rank["peak"] <= rank["budget"]
+        elif "ddp" not in case:  # these small models have one bucket
+            assert rank["beside"] > 0
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_goes_on_around_steps_is_seen(feature, results):
+    """Other ranks; evaluation, checkpoints, rates; parts of batches; scaled losses."""
+    for rank in results(2, AROUND):
+        assert not any(rank[feature]), rank[feature]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("budget", "PlanningError: the step does not fit into 20.0 KiB"),
+        ("settings", "clip_norm is 1.0 on rank 0, 2.0 on rank 1"),
+        ("batch", "[64, 6], float32 [64, 3] on rank 0, a batch of float32 [65, 6]"),
+        ("optimizer", "Adafactor may need whole parameters"),
+        ("split", "split='auto' is not supported for a model of several ranks"),
+        ("verify", "verify=1 is not supported for a model of several ranks"),
+        ("offload", "fully_shard with CPUOffloadPolicy"),
+        ("hook", "DistributedDataParallel with a communication hook"),
+        ("one rank", "ArithmeticError: only here"),
+    ],
+)
+def test_an_error_is_that_of_all_ranks(results, what, words):
+    for rank in results(2, AROUND):
+        assert words in rank["refused"][what]
+        assert rank["refused"]["after"] == ""
+
+
+def test_no_rank_measures_a_collective_alone():
+    """It would wait for the others for ever."""
+
+    def summed(x):
+        pending = torch.ops._c10d_functional.all_reduce.default(x, "sum", "0")
+        return [WAIT(pending) + 1]
+
+    module = make_fx(summed, tracing_mode="fake")(torch.zeros(4))
+    lowered = lower(module, lambda _: Phase.FORWARD)
+    assert [node.traits.view for node in lowered.graph.nodes] == [False, True, False]
+    with pytest.raises(UnsupportedError, match="exchanges data with other ranks"):
+        measured(lowered)
+
+
+def test_a_killed_rank_ends_the_others_with_one_error(tmp_path):
+    with started("killed", 2, tmp_path, MODULE) as processes:
+        for process in processes:
+            process.join(240)
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert found["message"].startswith("RankLostError: another rank failed")
+    assert found["seconds"] < 60

@@ -55,7 +55,8 @@ def test_measuring_bytes_writes_nothing_and_may_be_profiled(capfd):
 @pytest.mark.usefixtures("one_thread")
 def test_times_are_of_the_call_itself():
     x = torch.randn(200, 200)
-    meter = CpuMeter()
+    meter = meter_of(torch.device("cpu"))
+    assert isinstance(meter, CpuMeter)
     once = meter.time_ms(lambda: x @ x)
     many = meter.time_ms(lambda: [x @ x for _ in range(200)])
     assert 0 < once < many
@@ -208,21 +209,13 @@ def test_bytes_of_a_gpu_are_what_is_asked_for_beyond_what_was_there():
 
         return make
 
-    meter = CudaMeter(torch.device("cuda", 0), gpu)
+    device = torch.device("cuda", 0)
+    assert type(meter_of(device)) is CudaMeter
+    meter = CudaMeter(device, gpu)
     assert meter.most_bytes([prepared(70), prepared(30)]) == [70, 30]
     assert gpu.synchronized == 2
-
-
-def test_the_statistics_that_are_read_are_pytorchs():
-    from torch.cuda import memory
-
-    text = memory.memory_stats.__doc__
+    text = torch.cuda.memory.memory_stats.__doc__  # the statistics that are read
     assert "requested_bytes.{all,large_pool,small_pool}.{current,peak" in text
-
-
-def test_a_device_has_its_meter():
-    assert isinstance(meter_of(torch.device("cpu")), CpuMeter)
-    assert isinstance(meter_of(torch.device("cuda", 0)), CudaMeter)
 
 
 def test_a_node_that_changes_a_tensor_is_timed_writing_into_it(monkeypatch):

@@ -73,18 +73,14 @@ def test_measured_here_it_is_train_steps_budget():
 @pytest.mark.parametrize(
     "name", ["mlp", "gpt", "adafactor", "counting_in_state", "lbfgs"]
 )
-def test_models_without_data_need_as_much(name):
+def test_models_without_data_need_as_much_and_may_exceed_any_memory(name):
     wanted = study_of(name)
     with torch.device("meta"):
         found = study_of(name)
-    assert found.least_budget == wanted.least_budget
-    assert found.unlimited_bytes == wanted.unlimited_bytes
-
-
-def test_a_model_larger_than_any_memory():
-    with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1 << 18, 1 << 18) for _ in range(4)))
         x = torch.empty(16, 1 << 18)
+    assert found.least_budget == wanted.least_budget
+    assert found.unlimited_bytes == wanted.unlimited_bytes
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     study = mt.memory(model, lambda y: y.square().mean(), (x,), optimizer)
     weights = 4 * 4 * (1 << 36)
@@ -108,21 +104,17 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert study.max_batch(caught.value.least_bytes) >= 1
 
 
-def test_a_budget_for_a_slowdown_is_fast_enough():
+def test_a_budget_for_a_slowdown_is_fast_enough_and_throughput_is_predicted():
     study = study_of("mlp", device=H200)
     found = study.budget_for(slowdown=1.05)
     assert study.least_budget <= found <= study.unlimited_bytes
     assert study.plan(found).slowdown <= 1.05
     with pytest.raises(ValueError, match="slowdown"):
         study.budget_for(0.9)
-
-
-def test_throughput_is_predicted_up_to_the_largest_batch():
-    study = study_of("mlp", device=H200)
-    budget = study.unlimited_bytes
-    found = study.throughput(budget)
-    assert max(found) == study.max_batch(budget)
-    assert all(rate > 0 for rate in found.values())
+    rates = study.throughput(study.unlimited_bytes)
+    assert max(rates) == study.max_batch(study.unlimited_bytes)
+    assert all(rate > 0 for rate in rates.values())
+    assert study_of("mlp", accumulate=4).unlimited_bytes < study.unlimited_bytes
 
 
 def test_less_memory_costs_no_less_time():
@@ -230,17 +222,6 @@ def test_batches_are_those_of_train_step(accumulate):
     assert found[0] == found[1]
 
 
-def test_parts_of_a_batch_need_less():
-    model, loss_fn, batch = build("mlp")
-    whole, parts = (
-        mt.memory(model, loss_fn, batch, adamw(model), accumulate=count)
-        for count in (1, 4)
-    )
-    assert parts.unlimited_bytes < whole.unlimited_bytes
-    with pytest.raises(ValueError, match="accumulate must be at least 1, got 0"):
-        mt.memory(model, loss_fn, batch, adamw(model), accumulate=0)
-
-
 @pytest.mark.parametrize("split", ["auto", 2, "height:4"])
 def test_what_may_run_in_parts_is_what_train_step_plans(split):
     torch.manual_seed(0)
@@ -285,6 +266,8 @@ def test_bad_input():
         mt.memory(model, loss_fn, (x, y), optimizer, device="abacus")
     with pytest.raises(ValueError, match="split must be"):
         mt.memory(model, loss_fn, (x, y), optimizer, split="width")
+    with pytest.raises(ValueError, match="accumulate must be at least 1, got 0"):
+        mt.memory(model, loss_fn, (x, y), optimizer, accumulate=0)
     with pytest.raises(TypeError, match=r"must be a batch, such as \(x, y\)"):
         mt.memory(model, loss_fn, x, optimizer)
     with pytest.raises(TypeError, match="the batch has a int"):

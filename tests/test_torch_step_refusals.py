@@ -146,12 +146,6 @@ def test_the_users_line_is_named(forward):
     assert state.shape == torch.get_rng_state().shape
 
 
-def test_sparse_gradients_are_refused():
-    model = nn.Embedding(8, 4, sparse=True)
-    with pytest.raises(UnsupportedError, match="sparse=False"):
-        step_of(model, lambda out: out.sum())(torch.tensor([1, 2]))
-
-
 def printing(out, y):
     print("a loss")  # noqa: T201
     return nn.functional.mse_loss(out, y)
@@ -182,43 +176,18 @@ def test_what_a_checkpoint_changes_twice_in_eager_mode_is_announced(norm):
     assert len(said) == isinstance(norm, nn.BatchNorm1d)
 
 
-def test_parameters_that_no_optimizer_has_any_more_are_announced():
-    model = nn.Linear(4, 4)
+def test_batches_and_parameters_that_are_not_trained_with_are_announced():
+    model, ones = nn.Linear(4, 4), torch.ones(2, 4)
+    with pytest.warns(UserWarning, match="computed with gradients"):
+        step_of(nn.Linear(4, 4), torch.Tensor.sum)(model(ones))
     step = step_of(model, torch.Tensor.sum)
-    step(torch.ones(2, 4))
+    step(ones)
     model.load_state_dict(model.state_dict(), assign=True)
     with pytest.warns(UserWarning, match="do not update 2 .* create a new optimizer"):
-        step(torch.ones(2, 4))
-
-
-def test_a_step_within_another_one_is_refused():
-    inner, outer = nn.Linear(4, 4), nn.Linear(4, 4)
-    step = step_of(inner, torch.Tensor.sum)
-    with pytest.raises(UnsupportedError, match="one after the other"):
-        step_of(outer, lambda out: out.sum() + step(out.detach()))(torch.ones(2, 4))
-
-
-def test_nested_tensors_are_left_to_eager_mode():
-    batch = torch.nested.nested_tensor(
-        [torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged
-    )
+        step(ones)
+    batch = torch.nested.nested_tensor([ones, torch.ones(3, 4)], layout=torch.jagged)
     with pytest.warns(UserWarning, match="eager mode: the batch has a nested tensor"):
         step_of(nn.Linear(4, 4), lambda out: out.values().sum())(batch)
-
-
-def test_a_branch_without_a_line_of_the_user_names_the_module():
-    with pytest.raises(UnsupportedError, match=r"a tensor \(in \w+\.\w+\); use"):
-        step_of(nn.Sequential(nn.Linear(4, 4), FakeQuantize()), torch.Tensor.sum)(
-            torch.ones(2, 4)
-        )
-
-
-def test_a_batch_that_is_computed_with_gradients_is_announced():
-    before, model = nn.Linear(4, 4), nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, nn.functional.mse_loss, optimizer)
-    with pytest.warns(UserWarning, match="computed with gradients"):
-        step(before(torch.randn(3, 4)), torch.randn(3, 2))
 
 
 def test_a_capture_does_not_see_what_other_threads_read():
@@ -425,10 +394,21 @@ def by_kernel(x: torch.Tensor) -> torch.Tensor:
     return KERNEL(x)
 
 
-def test_triton_operations_are_refused_by_name():
-    model = Whole(lambda s, x: by_kernel(s.m[0](x)).sum(), nn.Linear(4, 4))
-    with pytest.raises(UnsupportedError, match=r"Triton kernel.*custom_op"):
-        step_of(model)(torch.randn(2, 4))
+def test_what_no_step_can_have_is_refused():
+    step = step_of(nn.Linear(4, 4), torch.Tensor.sum)
+    inner = Whole(lambda s, x: s.m[0](x).sum() + step(x), nn.Linear(4, 4))
+    kernel = Whole(lambda s, x: by_kernel(s.m[0](x)).sum(), nn.Linear(4, 4))
+    fake = nn.Sequential(nn.Linear(4, 4), FakeQuantize())
+    ones = torch.ones(2, 4)
+    for model, words, x in (
+        (nn.Embedding(8, 4, sparse=True), "sparse=False", torch.tensor([1, 2])),
+        (inner, "one after the other", ones),
+        (kernel, r"Triton kernel.*custom_op", ones),
+        # no line of the user: the module is named
+        (fake, r"a tensor \(in \w+\.\w+\); use", ones),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            step_of(model, torch.sum)(x)
 
 
 def test_errors_of_the_users_own_come_through():

@@ -1,5 +1,6 @@
 """Planned PyTorch steps are eager ones in the bytes promised, whatever is around."""
 
+import logging
 import re
 import threading
 from functools import partial
@@ -144,14 +145,6 @@ def test_copies_are_waited_for(waited, monkeypatch):
     assert (found[0] == wanted[0]) == waited
 
 
-def test_results_do_not_hold_memory_of_the_step():
-    model, loss_fn, batch = build("mlp")
-    step = mt.train_step(model, loss_fn, sgd(model))
-    losses = [step(*batch) for _ in range(3)]
-    assert {loss.untyped_storage().nbytes() for loss in losses} == {4}
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_training_goes_on_from_a_checkpoint():
     wanted, _, _ = eager("cnn", adamw)
     model, loss_fn, (x, y) = build("cnn")
@@ -222,17 +215,22 @@ def test_bad_input_is_said():
 
     with pytest.raises(TypeError, match="it must contain tensors only"):
         mt.train_step(model, loss_fn, sgd(model))(x, 3)
+    with pytest.raises(TypeError, match="would be the same"):
+        mt.train_step(model, lambda out, y: (out.sum(), 3.0), sgd(model))(x, y)
     with pytest.raises(UnsupportedError, match="on the CPU and on"):
         mt.train_step(model, loss_fn, sgd(model))(x.to("meta"), y)
 
 
-def test_planning_draws_no_random_numbers():
+def test_planning_draws_no_random_numbers_and_results_hold_no_memory_of_the_step():
     """Whoever seeds before the first step gets the eager step's dropout."""
     model, loss_fn, batch = build("gpt")
     before = torch.get_rng_state()
     step = mt.train_step(model, loss_fn, sgd(model), cache=None)
     step.prepare(*batch)
     assert torch.equal(torch.get_rng_state(), before)
+    losses = [step(*batch) for _ in range(3)]
+    assert {loss.untyped_storage().nbytes() for loss in losses} == {4}
+    assert all(p.grad is None for p in model.parameters())
 
 
 def built(*, norm=False):
@@ -367,12 +365,6 @@ def test_a_batch_has_many_forms():
         step()
 
 
-def test_numbers_beside_the_loss_are_refused():
-    model, optimizer, x, y = built()
-    with pytest.raises(TypeError, match="would be the same"):
-        mt.train_step(model, lambda out, y: (out.sum(), 3.0), optimizer)(x, y)
-
-
 def test_hooks_when_a_gradient_is_accumulated_need_eager_mode():
     model, optimizer, x, y = built()
     model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
@@ -394,6 +386,17 @@ def test_every_kind_of_batch_has_a_plan_up_to_a_limit():
         step.prepare(x[:3], y[:3])
     assert step.prepare(x, y) is first
     assert step.prepare(x[:4], y[:4]) is not second
+    # What changes with every step is named once plans are dropped.
+    model = Tempered(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mt.train_step(model, functional.mse_loss, optimizer, cache=None, max_plans=2)
+    for model.heat in (1.0, 2.0):
+        step(x, y)
+    model.heat = 3.0
+    changed = r"max_plans=2.*Tempered\.heat changed.*tensor"
+    with pytest.warns(UserWarning, match=changed):
+        step(x, y)
+    assert step(x, y).isfinite()
 
 
 class Tempered(nn.Linear):
@@ -403,15 +406,131 @@ class Tempered(nn.Linear):
         return super().forward(x) / self.heat
 
 
-def test_what_changes_with_every_step_is_named_once_plans_are_dropped():
-    model, x, y = Tempered(6, 3), torch.randn(6, 6), torch.randn(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = mt.train_step(model, functional.mse_loss, optimizer, cache=None, max_plans=2)
-    for model.heat in (1.0, 2.0):
-        step(x, y)
-    model.heat = 3.0
-    with pytest.warns(
-        UserWarning, match=r"max_plans=2.*Tempered\.heat changed.*tensor"
-    ):
-        step(x, y)
-    assert step(x, y).isfinite()
+schedules = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "one_cycle": lambda o: schedules.OneCycleLR(o, 0.05, total_steps=20),
+    "cyclic": lambda o: schedules.CyclicLR(o, 1e-3, 1e-1, step_size_up=3),
+    "cosine": lambda o: schedules.CosineAnnealingLR(o, 9),
+    "sequence": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o), schedules.ExponentialLR(o, 0.9)], [3]
+    ),
+}
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-3),
+    "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, weight_decay=1e-3),
+    "nadam": lambda p: torch.optim.NAdam(p, 1e-3),
+}
+LOSS = torch.nn.functional.cross_entropy
+
+
+def parts(optimizer, scheduler=None):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * 64, 10),
+    )
+    # Two groups: a scheduler changes the numbers of each.
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
+    made = OPTIMIZERS[optimizer](groups)
+    return model, made, scheduler and SCHEDULERS[scheduler](made)
+
+
+BATCH = torch.randn(16, 3, 8, 8), torch.arange(16) % 10
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"), [("adamw", "one_cycle"), ("sgd", "sequence")]
+)
+def test_a_study_sees_what_a_step_keeps_and_changes_nothing(optimizer, scheduler):
+    model, made, _ = parts(optimizer, scheduler)
+    before, groups = dict(vars(made)), repr(made)
+    study = mt.memory(model, LOSS, BATCH, made)
+    found = study.unlimited_bytes
+    unchanged = [vars(made)[name] is value for name, value in before.items()]
+    assert all(unchanged)
+    assert len(vars(made)) == len(before)
+    assert (repr(made), dict(made.state)) == (groups, {})
+    step = mt.train_step(model, LOSS, made, cache=None)
+    # Scratch memory of kernels is not known for the device; more threads take more.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert 0 <= step.prepare(*BATCH).peak_bytes - found <= 4096
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [("adamw", "one_cycle"), ("sgd", "cyclic"), ("nadam", "cosine")],
+)
+def test_a_schedule_needs_one_plan_and_equals_eager_mode(optimizer, scheduler, caplog):
+    caplog.set_level(logging.WARNING, "mucudnn.torch.step")
+    results = []
+    for planned in (True, False):
+        model, made, schedule = parts(optimizer, scheduler)
+        step = mt.train_step(model, LOSS, made, cache=None)
+        for _ in range(8):
+            if planned:
+                step(*BATCH)
+            else:
+                made.zero_grad()
+                LOSS(model(BATCH[0]), BATCH[1]).backward()
+                made.step()
+            schedule.step()
+        if planned:
+            assert step._captures == 1
+        results.append(model.state_dict())
+    assert all(map(torch.equal, results[0].values(), results[1].values()))
+    assert "mucudnn.torch.step" not in {record.name for record in caplog.records}
+
+
+def test_a_hyperparameter_is_an_input_once_it_has_changed(caplog):
+    model, made, _ = parts("adamw")
+    step = mt.train_step(model, LOSS, made, cache=None)
+    for i in range(6):
+        for group in made.param_groups:
+            group["weight_decay"] = 0.01 * (1 + i)
+        step(*BATCH)
+    assert step._captures == 2
+
+
+def test_the_third_plan_made_again_is_logged_with_its_reason(caplog):
+    model, made, _ = parts("sgd")
+    step = mt.train_step(model, LOSS, made, cache=None)
+    for size in range(2, 8):
+        step(BATCH[0][:size], BATCH[1][:size])
+    (record,) = [r for r in caplog.records if r.name == "mucudnn.torch.step"]
+    assert "for the 3rd time, because of tensors of another shape" in record.message
+
+
+@pytest.mark.parametrize(
+    ("width", "share", "named"),
+    [
+        (4, 0.6, "it may fit with split='auto'"),
+        (512, 0.9, "it fits with offload_state=True"),
+    ],
+)
+def test_a_refusal_names_the_option_that_fits(width, share, named):
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * 256, width),
+        torch.nn.Linear(width, 10),
+    )
+    batch = torch.randn(32, 3, 16, 16), torch.arange(32) % 10
+    made = torch.optim.AdamW(model.parameters())
+    least = mt.memory(model, LOSS, batch, made).least_budget
+    step = mt.train_step(model, LOSS, made, budget=int(share * least), cache=None)
+    with pytest.raises(PlanningError, match=named):
+        step.prepare(*batch)
+
+
+@pytest.mark.parametrize("budget", [0.5, 8, "0.5", "12"])
+def test_a_fraction_is_no_budget(budget):
+    model, made, _ = parts("sgd")
+    with pytest.raises(ValueError, match="bytes, not a fraction"):
+        mt.train_step(model, LOSS, made, budget=budget)

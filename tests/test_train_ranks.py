@@ -41,19 +41,16 @@ def steps(each, most, error=PlanningError):
 
 
 def test_a_rank_takes_no_more_than_fits_its_budget():
-    other = StepTable("cpu", (StepPoint(1, 1.0), StepPoint(11, 11.0)))
-    free = Group(Pair(other)).shares("auto", 12, steps(0.5, 11))
-    assert free == (8, 4)
-    tight = Group(Pair(other)).shares("auto", 12, steps(0.5, 5, OutOfMemoryError))
-    assert tight == (5, 7)
+    def shared(most, each, fit, **more):
+        other = StepTable("cpu", (StepPoint(1, 1.0), StepPoint(most, float(most))))
+        return Group(Pair(other)).shares("auto", 12, steps(each, fit, **more))
 
-
-def test_what_fits_no_processes_together_is_refused():
-    other = StepTable("cpu", (StepPoint(1, 1.0), StepPoint(4, 4.0)))
+    assert shared(11, 0.5, 11) == (8, 4)
+    assert shared(11, 0.5, 5, error=OutOfMemoryError) == (5, 7)
     with pytest.raises(BadInputError, match="7 images a step, not 12; try --split"):
-        Group(Pair(other)).shares("auto", 12, steps(1.0, 3))
+        shared(4, 1.0, 3)
     with pytest.raises(PlanningError, match="1 do not fit"):
-        Group(Pair(other)).shares("auto", 12, steps(1.0, 0))
+        shared(4, 1.0, 0)
 
 
 def test_equal_shares_measure_nothing_and_differ_by_one():

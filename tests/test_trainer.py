@@ -137,6 +137,12 @@ def made_of(*graphs, **options):
     return Trainer(*graphs, tuner=Tuner(backend="null"), optimizer=Sgd(), **options)
 
 
+def without_images():
+    g = GraphBuilder()
+    x = g.input("x", (2, 3))
+    return g.build(g.mean_squared_error(g.linear(x, 3), g.input("y", (2, 3))))
+
+
 EIGHT = Epochs(8, 8)
 REFUSED = [
     (lambda: trainer().step(*examples(9)), r"images of shape \(8, 2, 6, 6\)"),
@@ -153,6 +159,7 @@ REFUSED = [
     (lambda: fit(trainer(), EIGHT, epochs=0), "at least 1"),
     (lambda: fit(trainer(), EIGHT, epochs=1, max_steps=0), "at least 1"),
     (lambda: fit(trainer(), Epochs(4, 8), epochs=1), "no batch"),
+    (lambda: made_of(without_images()), "has the inputs 'image' and 'label'"),
 ]
 
 
@@ -160,14 +167,6 @@ REFUSED = [
 def test_what_does_not_fit_is_told(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_a_graph_without_images():
-    g = GraphBuilder()
-    x = g.input("x", (2, 3))
-    loss = g.mean_squared_error(g.linear(x, 3), g.input("y", (2, 3)))
-    with pytest.raises(ValueError, match="has the inputs 'image' and 'label'"):
-        made_of(g.build(loss))
 
 
 # -- evaluation ---------------------------------------------------------------------
@@ -207,20 +206,17 @@ def test_it_learns_what_there_is_to_learn():
     assert all(r.images_per_s > 0 for r in reports)
 
 
-def test_progress_is_told_of_every_step_and_epoch():
-    seen = []
-    fit(trainer(), Epochs(24, BATCH), epochs=2, progress=lambda *at: seen.append(at))
-    steps = [(at.epoch, at.batch, at.steps) for at, report in seen if report is None]
-    assert steps == [(0, 1, 1), (0, 2, 2), (0, 3, 3), (1, 1, 4), (1, 2, 5), (1, 3, 6)]
-    assert [report.epoch for _, report in seen if report is not None] == [0, 1]
-
-
 @pytest.mark.parametrize("most", [1, 3, 4, 5, 6])
-def test_steps_can_be_limited(most):
-    made = trainer()
-    reports = fit(made, Epochs(24, BATCH), epochs=2, max_steps=most)
+def test_steps_can_be_limited_and_progress_is_told_of_each_and_every_epoch(most):
+    made, seen = trainer(), []
+    options = {"max_steps": most, "progress": lambda *at: seen.append(at)}
+    reports = fit(made, Epochs(24, BATCH), epochs=2, **options)
     assert made.steps == most
-    assert len(reports) == (1 if most <= 3 else 2)
+    steps = [(at.epoch, at.batch, at.steps) for at, report in seen if report is None]
+    assert steps == [(i // 3, i % 3 + 1, i + 1) for i in range(most)]
+    told = [report for _, report in seen if report is not None]
+    assert [r.epoch for r in told] == [r.epoch for r in reports]
+    assert [r.epoch for r in reports] == ([0] if most <= 3 else [0, 1])
 
 
 class SwitchedOffError(Exception):
@@ -303,26 +299,21 @@ def test_ctrl_c_leaves_after_the_step_with_a_checkpoint(tmp_path, whole):
     assert_same(weights(resumed), expected)
 
 
-def test_a_second_ctrl_c_leaves_at_once():
-    seen = []
+def test_a_second_ctrl_c_leaves_at_once_and_one_in_an_evaluation_after_it(tmp_path):
+    class Tests(Epochs):
+        def epoch(self, epoch, start=0):
+            signal.raise_signal(signal.SIGINT)
+            return super().epoch(epoch, start)
 
     def interrupt(at, report):
         seen.append(at.steps)
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
+    seen, checkpoints = [], Checkpoints(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         fit(trainer(), Epochs(40, BATCH), epochs=3, progress=interrupt)
     assert seen == [1]
-
-
-def test_ctrl_c_in_an_evaluation_leaves_after_it(tmp_path):
-    class Tests(Epochs):
-        def epoch(self, epoch, start=0):
-            signal.raise_signal(signal.SIGINT)
-            return super().epoch(epoch, start)
-
-    checkpoints = Checkpoints(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         fit(trainer(), Epochs(16, 8), Tests(8, 8), epochs=1, checkpoints=checkpoints)
     found = checkpoints.load()
@@ -384,27 +375,19 @@ def test_answers_within_a_budget_are_the_same():
     assert bounded.peak_bytes <= budget.nbytes
 
 
-def test_answers_of_every_pixel():
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "mean_squared_error"])
+def test_answers_of_every_pixel_with_and_without_a_classifier(loss):
     g = GraphBuilder(training=False)
     logits = g.conv(g.input("image", (2, 1, 4, 4)), 3, 1)
-    label = g.input("label", (2, 4, 4), "int64")
-    graph = g.build(g.softmax_cross_entropy(logits, label))
+    shape, dtype = (
+        ((2, 4, 4), "int64") if "cross" in loss else ((2, 3, 4, 4), "float32")
+    )
+    graph = g.build(getattr(g, loss)(logits, g.input("label", shape, dtype)))
     made = Trainer(graph, graph, tuner=Tuner(rule=QUICK), optimizer="sgd")
     images = np.random.default_rng(0).standard_normal((5, 1, 4, 4), np.float32)
     values = weights(made)
     expected = np.einsum("nchw,kc->nkhw", images, values["conv/weight"][:, :, 0, 0])
     np.testing.assert_allclose(made.predict(images), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_answers_of_a_network_without_a_classifier():
-    g = GraphBuilder(dtype="float64", training=False)
-    x = g.linear(g.flatten(g.input("image", (4, 2, 1, 1))), 2)
-    graph = g.build(g.mean_squared_error(x, g.input("label", (4, 2), "float64")))
-    made = Trainer(graph, graph, tuner=Tuner(rule=QUICK), optimizer="sgd")
-    images = np.arange(6.0).reshape(3, 2, 1, 1)
-    values = weights(made)
-    expected = images.reshape(3, 2) @ values["linear/weight"].T + values["linear/bias"]
-    np.testing.assert_allclose(made.predict(images), expected)
 
 
 @pytest.mark.parametrize(
@@ -464,13 +447,10 @@ def test_what_is_closed_is_free(tmp_path, copying_threads):
     other = trainer()
     other.state.load(weights(made))
     assert_same(weights(other), weights(made))
-
-
-def test_it_is_closed_after_an_error_too():
-    with pytest.raises(ZeroDivisionError), trainer() as made:
+    with pytest.raises(ZeroDivisionError), other:
         1 / 0  # noqa: B018
     with pytest.raises(ValueError, match="closed"):
-        take(made, 1)
+        take(other, 1)
 
 
 @pytest.mark.parametrize("nbytes", [6_600_000, 64_000_000])

@@ -231,16 +231,10 @@ def test_an_operation_of_ones_own_says_what_it_is():
     assert graph.nodes[-1].traits == mine
     assert in_place(graph).tensors["mine"].alias == x
     assert estimate(graph, "p100").workspaces == {"mine": 96}
-
-
-def test_a_view_of_nothing_is_refused():
     tensors = {name: TensorSpec(name, (2,)) for name in "xy"}
     node = Node("v", "view", ("x",), ("y",), traits=NodeTraits(view=True))
     with pytest.raises(ValueError, match=r"'v' is a view, but 'y' does not alias"):
         Graph(tensors, (node,), ("y",))
-
-
-def test_a_size_that_is_not_known_is_asked_for():
     with pytest.raises(ValueError, match=r"'x' has the data type 'e5m2'.*storage_by"):
         _ = TensorSpec("x", (3,), "e5m2").nbytes
     assert TensorSpec("x", (3,), "e5m2", storage_bytes=7).nbytes == 7

@@ -6,16 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from mucudnn import conv2d
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.recorded import RecordedConv
 from mucudnn.backends.virtual import VirtualDevice
-from mucudnn.errors import BackendError, OutOfMemoryError
+from mucudnn.errors import BackendError, OutOfMemoryError, PlanningError
 from mucudnn.ir.conv import ConvPlan, Direction, PerfTable
 from mucudnn.ir.measurement import Measurement, Verdict, signature
 from mucudnn.ir.sizes import format_bytes
+from mucudnn.passes.convolution.pareto import least_workspace, pareto_plans
 from mucudnn.passes.microbatch import workspace_reuse
 from mucudnn.recording_format import read_recording
 from mucudnn.runtime.store.measurements import BenchmarkCache
@@ -148,16 +149,12 @@ def test_choice_tells_both_times():
     total=st.integers(0, 40 * KIB),
     batches=st.lists(st.integers(1, 12), min_size=1, max_size=4),
 )
+@example(0, [8, 4])
 @examples(15)
 def test_a_total_is_a_sum(total, batches):
-    plans = tuner(total_workspace=total).plan([problem(b) for b in batches])
+    one = tuner(total_workspace=total, workspace_limit=1 << 30)
+    plans = one.plan([problem(b) for b in batches])
     assert sum(plan.workspace for plan in plans) <= total
-
-
-def test_a_total_of_nothing_is_a_total():
-    one = tuner(total_workspace=0, workspace_limit=1 << 30)
-    plans = one.plan([problem(8), problem(4)])
-    assert [plan.workspace for plan in plans] == [0, 0]
 
 
 def test_devices_of_two_models_are_refused():
@@ -182,46 +179,33 @@ def test_threads_get_one_compiled_plan_measured_once():
     assert sorted(backend.conv.calls) == sorted(alone.conv.calls)
 
 
-def test_prepared_problems_share_a_total_and_are_hits():
+def test_prepared_problems_share_a_total_and_they_and_adopted_plans_are_hits():
     one = tuner(total_workspace=12 * KIB)
     plans = one.prepare([problem(8), problem(4)])
     clock = one.backend.device.now_ms
     assert tuple(one.compiled(p.problem).plan for p in plans) == plans
+    plan = plan_of(one.backend, problem(7), ("FAST", 5), ("SLOW", 2))
+    assert one.adopt(plan).plan == one.compiled(problem(7)).plan == plan
     assert one.backend.device.now_ms == clock
 
 
-def test_adopting_measures_nothing():
-    one = tuner()
-    plan = plan_of(one.backend, problem(8), ("FAST", 5), ("SLOW", 3))
-    assert one.adopt(plan).plan == plan
-    assert one.compiled(problem(8)).plan == plan
-    assert one.backend.device.now_ms == 0
+@pytest.mark.parametrize("total", [4 * KIB, 9 * KIB, 40 * KIB])
+def test_a_plan_knows_its_limit_or_its_share_of_a_total(total):
+    """Whoever explains it; a planner of one's own need not know of limits."""
 
-
-def test_another_tuner_explains_by_the_limit_of_the_plan():
-    maker, reader = tuner(workspace_limit=4 * KIB), tuner(workspace_limit=64 * KIB)
-    (plan,) = maker.plan([problem(8)])
-    assert plan.workspace_limit == 4 * KIB
-    assert "at most 4.0 KiB of workspace" in reader.explain(plan)
-
-
-def test_a_planner_of_ones_own_need_not_know_of_limits():
     def mine(tables, limit):
         return [
             ConvPlan(t.problem, (t.fastest(t.problem.batch, limit),)) for t in tables
         ]
 
-    (plan,) = tuner(planner=mine, workspace_limit=5 * KIB).plan([problem(8)])
-    assert plan.workspace_limit == 5 * KIB
-
-
-@pytest.mark.parametrize("total", [4 * KIB, 9 * KIB, 40 * KIB])
-def test_under_a_total_a_plan_knows_its_share(total):
     one = tuner(total_workspace=total)
     plans = one.plan([problem(8), problem(16), problem(4)])
     assert sum(plan.workspace_limit for plan in plans) <= total
+    plans += tuner(planner=mine, workspace_limit=total).plan([problem(8)])
+    assert plans[-1].workspace_limit == total
     for plan in plans:
-        assert f"at most {format_bytes(plan.workspace_limit)} of" in one.explain(plan)
+        limit = format_bytes(plan.workspace_limit)
+        assert f"at most {limit} of workspace" in one.explain(plan)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -496,3 +480,66 @@ def test_only_what_was_asked_for_is_recorded(tmp_path):
     assert {m.problem.with_batch(16) for m in found.measurements} == {mine}
     assert found.verdicts == tuple(v for v in here.verdicts if v.problem == mine)
     assert len(found.verdicts) < len(here.verdicts)
+
+
+HUGE = (10**6, 99_999_999, 10**8, 2**36)
+
+
+@pytest.mark.parametrize("batch", HUGE)
+@pytest.mark.parametrize("policy", ["powers_of_two", "all"])
+def test_what_is_too_large_is_refused_before_anything_is_measured(batch, policy):
+    backend = watched()
+    one = Tuner(backend=backend, rule=QUICK, batch_policy=policy)
+    with pytest.raises(PlanningError, match=rf"mini-batch of {batch} .* too large"):
+        one.plan([problem(batch)])
+    assert backend.conv.calls == []
+    layers = [Layer("huge", problem(batch), 1), Layer("small", problem(4), 1)]
+    huge, small = compare(one, layers, [1 << 20]).layers
+    assert "too large to be divided" in huge.outcomes[0].reason
+    assert small.outcomes[0].choice is not None
+
+
+@pytest.mark.parametrize("batch", HUGE)
+def test_undivided_takes_any_number(batch):
+    one = Tuner(backend="null", rule=QUICK, batch_policy="undivided")
+    (plan,) = one.plan([problem(batch)])
+    assert [step.batch for step in plan.steps] == [batch]
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch"), [("powers_of_two", 100_000), ("all", 1_000)]
+)
+def test_what_is_large_is_planned(policy, batch):
+    one = Tuner(backend="null", rule=QUICK, batch_policy=policy, workspace_limit="1MiB")
+    (plan,) = one.plan([problem(batch)])
+    assert sum(step.batch for step in plan.steps) == batch
+
+
+@pytest.mark.parametrize("batch", HUGE)
+def test_a_table_of_a_huge_batch_is_refused_too(batch):
+    rows = (perf("A", 1, 1.0, 0), perf("A", 3, 2.0, 8), perf("B", batch, 9.0, 1))
+    table = PerfTable(problem(batch), rows)
+    for ask in (
+        lambda: workspace_reuse([table], 8),
+        lambda: pareto_plans(table, 8),
+        lambda: least_workspace(table),
+    ):
+        with pytest.raises(PlanningError, match="too large to be divided"):
+            ask()
+
+
+@given(st.integers(1, 40), st.integers(1, 10**9), st.data())
+@examples(40)
+def test_a_common_unit_changes_nothing_but_the_sizes(batch, unit, data):
+    sizes = data.draw(st.sets(st.integers(1, batch), min_size=1, max_size=5)) | {batch}
+    rows = [(n, data.draw(st.integers(1, 9)) * n, n % 3) for n in sorted(sizes)]
+
+    def front(unit):
+        perfs = tuple(perf("A", n * unit, float(ms), w) for n, ms, w in rows)
+        table = PerfTable(problem(batch * unit), perfs)
+        plans = pareto_plans(table, 9)
+        return least_workspace(table), [
+            [(s.batch // unit, s.workspace) for s in p.steps] for p in plans
+        ]
+
+    assert front(unit) == front(1)

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,23 +49,9 @@ def residual(g, x, classes):
     return (g.linear(g.flatten(g.global_avg_pool(x)), classes),)
 
 
-def plain(g, x, classes):
+def plain(g, x, classes, width=6, dropped=0.25):
     """Convolutions, a dropout, the classes; no sample knows of another."""
-    x = g.dropout(g.relu(g.conv(x, 6, 3, padding=1)), 0.25)
-    x = g.max_pool(g.relu(g.conv(x, 8, 3, padding=1)), 2)
-    return (g.linear(g.flatten(x), classes),)
-
-
-def wider(g, x, classes):
-    """As `plain`, but for its width."""
-    x = g.dropout(g.relu(g.conv(x, 8, 3, padding=1)), 0.25)
-    x = g.max_pool(g.relu(g.conv(x, 8, 3, padding=1)), 2)
-    return (g.linear(g.flatten(x), classes),)
-
-
-def calmer(g, x, classes):
-    """As `plain`, but for its dropout."""
-    x = g.dropout(g.relu(g.conv(x, 6, 3, padding=1)), 0.5)
+    x = g.dropout(g.relu(g.conv(x, width, 3, padding=1)), dropped)
     x = g.max_pool(g.relu(g.conv(x, 8, 3, padding=1)), 2)
     return (g.linear(g.flatten(x), classes),)
 
@@ -80,8 +67,15 @@ NETWORKS = {
     "resnet18": Case(get_model("resnet18"), 32),
     "unet-48": Case(Model(unet, (3, 8, 8), CLASSES), 48),
 } | {
-    body.__name__: Case(Model(body, (3, 8, 8), CLASSES), 8)
-    for body in (branches, calmer, plain, residual, unet, wider)
+    name: Case(Model(body, (3, 8, 8), CLASSES), 8)
+    for name, body in {
+        "branches": branches,
+        "plain": plain,
+        "calmer": partial(plain, dropped=0.5),
+        "wider": partial(plain, width=8),
+        "residual": residual,
+        "unet": unet,
+    }.items()
 }
 
 
