@@ -229,22 +229,39 @@ def test_nothing_moves_that_has_room(data, scheduler):
     assert moved == []
 
 
-def test_convolutions_get_workspace_that_early_prefetches_would_take(monkeypatch):
+def unet_request(share):
+    """A request of a U-Net, for a share of the room above the least budget."""
     graph = with_updates(training_graph(get_model("unet2d")(16)), Momentum())
-    free = StepRequest(graph, estimate(graph, "h200"))
+    free = StepRequest(graph, estimate(graph, "h200"), scheduler="adaptive_window")
     least, most = minimum_budget(free), unbounded(graph, free.profile).peak_bytes
-    budget = (3 * least + most) // 4
+    return free.within(least + int(share * (most - least)))
 
+
+def test_convolutions_get_workspace_that_early_prefetches_would_take(monkeypatch):
     def paged():
-        request = StepRequest(graph, free.profile, budget, scheduler="adaptive_window")
-        return plan_residency(request, {EVERYTHING: Residency.PAGE})
+        page = {EVERYTHING: Residency.PAGE}
+        return schedule_residency(request, page, below=0.0).plan()
 
+    request = unet_request(0.25)
     later = paged()
     monkeypatch.setattr("mucudnn.passes.planning.request._LINK_SHARES", ())
     early = paged()
     assert later.prediction.step_ms < 0.99 * early.prediction.step_ms
     assert later.prediction.compute_ms < 0.99 * early.prediction.compute_ms
-    assert verify(later.schedule, budget, granularity=ALIGNMENT) == later.peak_bytes
+    peak = verify(later.schedule, request.budget, granularity=ALIGNMENT)
+    assert peak == later.peak_bytes
+
+
+def test_slow_convolutions_get_workspace_before_copies_are_scheduled():
+    request = unet_request(0.4)
+    saved = saved_tensors(request.graph)
+    offload = dict.fromkeys((s.name for s in saved), Residency.OFFLOAD)
+    after = schedule_residency(request, offload, below=0.0)
+    before = schedule_residency(request, offload)
+    assert before.step_ms() < 0.98 * after.step_ms()
+    plan = before.plan()
+    peak = verify(plan.schedule, request.budget, granularity=ALIGNMENT)
+    assert peak == plan.peak_bytes
 
 
 @examples(60)

@@ -165,9 +165,9 @@ def climb(share=0.15):
 def test_no_residencies_are_tried_twice_and_no_more_than_were_asked_for(monkeypatch):
     tried = []
 
-    def noted(step, residency):
+    def noted(step, residency, below):
         tried.append(frozenset(residency.items()))
-        return schedule_residency(step, residency)
+        return schedule_residency(step, residency, below)
 
     monkeypatch.setattr(climbing, "schedule_residency", noted)
     monkeypatch.setattr(SearchState, "_too_much_compute", lambda *_: False)

@@ -94,7 +94,8 @@ class SearchState:
         if self._too_much_compute(residency):
             return False
         try:
-            return self.take(schedule_residency(self._request, residency))
+            found = schedule_residency(self._request, residency, self.step_ms)
+            return self.take(found)
         except PlanningError as e:
             error = copy(e)  # without a traceback, which would hold callers' locals
             self._error = closer(self._error or error, error)

@@ -907,7 +907,7 @@ class _Rounding:
             for paged in ({},) if self._model.plain else _ALSO_PAGED:
                 try:
                     plan = schedule_residency(
-                        request.scheduled(name), residency | paged
+                        request.scheduled(name), residency | paged, self._best.step_ms
                     )
                 except PlanningError as error:
                     # The traceback would hold this frame.

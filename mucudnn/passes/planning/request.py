@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mucudnn.arguments import check_choice, check_number, check_type
+from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
@@ -620,6 +621,16 @@ _LINK_SHARES = (0.8, 1.0)
 lower one leaves time for copies where faster convolutions hide less of them; the other
 is tried where that helped."""
 
+_AS_FAST = 1.02
+"""Factor on the time of a convolution up to which another plan is about as fast."""
+
+_SLOW = 1e-3
+"""Part of the step by which convolutions may be slower before room is made for them."""
+
+_AT_ONCE = 0.3
+"""Part of the gains for which room is made at a time. With all at once, copies take
+longer than is gained if many convolutions are slow."""
+
 _COMPLETE_SCHEDULERS = ("timed", "on_demand")
 """Schedulers that succeed whenever the shortest residency intervals fit."""
 
@@ -672,9 +683,15 @@ class UnsimulatedPlan:
 
 
 def schedule_residency(
-    request: StepRequest, residency: Mapping[str, Residency]
+    request: StepRequest, residency: Mapping[str, Residency], below: float = math.inf
 ) -> UnsimulatedPlan:
     """Decide copies and convolution plans of a step with given residencies.
+
+    Args:
+        request: The planning request.
+        residency: Residencies of tensors; missing tensors are kept.
+        below: Time in ms that the step has to be below to be of use. Schedules that
+            could not become as fast are not improved.
 
     Raises:
         PlanningError: The step cannot fit; has the shortfall and the node.
@@ -683,15 +700,92 @@ def schedule_residency(
     chosen = ready.first_plans(request.convolutions, request.plans)
     if ready.profile.network_ms:
         ready = request._rewriter.overlapped(request, residency, chosen)
+    found = _scheduled(request, residency, ready, chosen)
+    if request.convolutions != "dynamic":
+        return found
+    return _with_room_for_workspaces(found, chosen, below)
+
+
+def _scheduled(
+    request: StepRequest,
+    residency: Mapping[str, Residency],
+    ready: Rewritten,
+    first: Mapping[str, ConvPlan],
+) -> UnsimulatedPlan:
+    """Schedule copies around these convolution plans; use what is free for others."""
     intervals, occupancy = intervals_of(
-        request.timing, ready.problem(chosen, request.budget)
+        request.timing, ready.problem(first, request.budget)
     )
     if request.convolutions != "dynamic":
-        return UnsimulatedPlan(request, residency, ready, chosen, intervals, occupancy)
+        return UnsimulatedPlan(request, residency, ready, first, intervals, occupancy)
     least = occupancy.copy()
-    grown = grow_workspace_plans(ready, chosen, occupancy)
+    grown = grow_workspace_plans(ready, first, occupancy)
     found = UnsimulatedPlan(request, residency, ready, grown, intervals, occupancy)
-    return _with_later_copies(found, chosen, least)
+    return _with_later_copies(found, first, least)
+
+
+def _with_room_for_workspaces(
+    plan: UnsimulatedPlan, first: Mapping[str, ConvPlan], below: float
+) -> UnsimulatedPlan:
+    """Schedule again around larger workspaces as long as that makes the step faster.
+
+    A scheduler keeps what fits, and so leaves some convolutions without workspace. The
+    convolutions that lose most get the workspace before anything is scheduled, a few
+    of them at a time: copies have to make room for it, and take time themselves.
+
+    Args:
+        plan: The scheduled step.
+        first: Plans of the convolutions that it was scheduled with.
+        below: Time in ms that the step has to be below to be of use.
+    """
+    ready, budget = plan.ready, plan.request.budget
+    while budget < math.inf:
+        gains = _gains(plan, first)
+        total, enough = sum(gain for gain, _, _ in gains), 0.0
+        step_ms = plan.step_ms()
+        if total <= _SLOW * step_ms or step_ms - total >= below:
+            break
+        larger = dict(first)
+        for gain, name, faster in gains:
+            larger[name] = faster
+            enough += gain
+            if enough >= _AT_ONCE * total:
+                break
+        try:
+            found = _scheduled(plan.request, plan.residency, ready, larger)
+        except PlanningError:
+            break
+        if found.step_ms(step_ms) >= step_ms:
+            break
+        plan, first = found, larger
+    return plan
+
+
+def _gains(
+    plan: UnsimulatedPlan, first: Mapping[str, ConvPlan]
+) -> list[tuple[float, str, ConvPlan]]:
+    """Return gains in ms of convolutions, the largest first, and their faster plans.
+
+    Of the plans that fit beside everything that must be resident, it is the one with
+    the least workspace that is about as fast as any.
+    """
+    ready, budget = plan.ready, plan.request.budget
+    slow = [
+        (position, name, ranked)
+        for position, name, ranked in ready.convolutions()
+        if plan.plans[name].time_ms > _AS_FAST * ranked[0].time_ms
+    ]
+    needed = ready.problem(first, budget).needed() if slow else []
+    found = []
+    for position, name, ranked in slow:
+        free = budget - needed[position] + rounded(first[name].workspace)
+        fitting = [choice for choice in ranked if rounded(choice.workspace) <= free]
+        as_fast = (c for c in fitting if c.time_ms <= _AS_FAST * fitting[0].time_ms)
+        best = min(as_fast, key=lambda c: c.workspace, default=plan.plans[name])
+        gain = plan.plans[name].time_ms - best.time_ms
+        if gain > 0.0:
+            found.append((gain, name, best))
+    return sorted(found, key=lambda item: -item[0])
 
 
 def _with_later_copies(

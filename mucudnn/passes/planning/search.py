@@ -304,7 +304,9 @@ def _fastest(
         for scheduler in schedulers(request):
             for residency in (start, *paged):
                 with suppress(PlanningError):
-                    tried = schedule_residency(request.scheduled(scheduler), residency)
+                    tried = schedule_residency(
+                        request.scheduled(scheduler), residency, *slowest
+                    )
                     found.setdefault(_alike(tried.step_ms()), (scheduler, residency))
                     break
     return [found[step_ms] for step_ms in sorted(found)[:count]]
