@@ -33,6 +33,24 @@ COLUMNS = "attributes result change"
 reads = PROGRAMS.table(globals(), READS, COLUMNS)
 
 
+NUMBERS = """
+def build():
+    def read(s, out):
+        {result}
+    m = Reading(read, a=0.5)
+    numbers = 0.5, 0.1, 0.7, 0.3
+    return trained(m, before=lambda number: setattr(m, "a", numbers[number]))
+"""
+"""Of a number that changes with every step, and is an input of the graph at last."""
+
+PROGRAMS.table(globals(), NUMBERS, "result")("""
+changing_number_is_a_float | out * (2 if isinstance(s.a, float) else 3)
+type_of_a_changing_number | out * (2 if type(s.a) is float else 3)
+rest_of_a_changing_number | nn.functional.dropout(out, s.a % 1.0)
+branch_by_the_rest_of_a_changing_number | out * 2 if s.a % 1.0 < 0.4 else out
+""")
+
+
 # --- one value for another
 
 reads("""

@@ -17,6 +17,7 @@ import pathlib
 import random
 import sys
 import tempfile
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -229,6 +230,8 @@ attribute_of_a_member_by_its_value
 method_of_a_member | rates = [Rate.ONE] | out * rates[0].now() | SCALE[0] = 3.0
 attribute_of_a_number | warm = Temperature(2.0) | out * warm.zoom | warm.zoom = 3.0
 method_of_a_number | warm = [Temperature(2.0)] | out * warm[0].now() | SCALE[0] = 3.0
+event_is_set
+    | held = threading.Event() | out * 3 if held.is_set() else out | held.set()
 attribute_of_a_text
     | name = Name("a"); name.zoom = 1.0 | out * name.zoom | name.zoom = 3.0
 object_behind_a_proxy
@@ -521,6 +524,15 @@ def trained_buffer() -> Training:
 def lazy_layers() -> Training:
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(4))
     return trained(model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+
+@PROGRAMS
+def method_added_to_tensors() -> Training:
+    return trained(
+        Reading(lambda s, out: out.tanh()),
+        change=functools.partial(setattr, torch.Tensor, "tanh", torch.sin),
+        undo=functools.partial(delattr, torch.Tensor, "tanh"),
+    )
 
 
 class AttributeOfInput(nn.Module):

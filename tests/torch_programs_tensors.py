@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np  # noqa: F401  (a row of a table reads it)
 import torch
 from torch import nn
 from torch.nn import functional
@@ -175,6 +176,24 @@ buffers_share_memory
     | s.counted.add_(1); out * s.seen
     | m.register_buffer("counted", torch.zeros(1))
     ; m.register_buffer("seen", m.counted.view(()))
+parameter_in_a_set
+    | out + sum(p.sum() for p in s.parameters() if p in s.some)
+    | m.some = {m.net[0].weight} | m.some.clear()
+parameter_with_a_name_in_a_dict
+    | out + sum(p.sum() for p in s.parameters() if s.names.get(p) == "net.0.bias")
+    | m.names = {p: name for name, p in m.named_parameters()}
+parameter_with_its_identity_in_a_set
+    | out + sum(p.sum() for p in s.parameters() if id(p) in s.some)
+    | m.some = {id(m.net[0].weight)} | m.some.clear()
+parameter_is_one_in_a_list
+    | out + sum(p.sum() for p in s.parameters() if p is s.some[0])
+    | m.some = [m.net[0].weight]
+tensor_compared_with_a_new_one
+    | out * max(s.a, torch.tensor(1.0)) | m.a = torch.tensor(0.5) | m.a.fill_(3.0)
+tensor_read_by_numpy
+    | out * float(np.asarray(s.a)) | m.a = torch.tensor(0.5) | m.a.fill_(3.0)
+normal_numbers_in_a_part_of_a_tensor
+    | drawn = torch.zeros(8, 5); drawn[:, :4].normal_(); out + drawn[:, :4]
 """)
 
 

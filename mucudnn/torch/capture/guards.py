@@ -194,7 +194,7 @@ Overlaps = list[tuple[int, int]]
 def overlaps_of(given: Sequence[torch.Tensor]) -> Overlaps:
     """Return the places of tensors that share memory, each with one before it."""
     spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), i)
+        (tensor.data_ptr(), tensor.data_ptr() + extent_of(tensor), i)
         for i, tensor in enumerate(given)
         if tensor.numel()
     )
@@ -207,7 +207,7 @@ def overlaps_of(given: Sequence[torch.Tensor]) -> Overlaps:
     return sorted(pairs)
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent_of(tensor: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element to behind its last."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     elements = sum((n - 1) * s for n, s in axes) + 1

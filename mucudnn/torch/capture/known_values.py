@@ -31,8 +31,10 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.lowering.lowered import Layout
@@ -146,6 +148,10 @@ def _place(index: int) -> Any:
     return sympy.Symbol(f"n{index}", real=True)
 
 
+_OF_INTEGERS = FloorDiv, Mod, PythonMod
+"""Functions whose operands PyTorch takes for integers, though they may be floats."""
+
+
 _ITEMS = frozenset({_aten._local_scalar_dense.default})
 """Operations that turn an element of a tensor into a Python number."""
 
@@ -194,6 +200,11 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
 
     def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the value of a node: PyTorch's, or that of the present inputs."""
+        expression = sym_node.expr
+        if expression.has(*_OF_INTEGERS) and any(
+            symbol_is_type(s, SymT.UNBACKED_FLOAT) for s in expression.free_symbols
+        ):
+            raise GuardOnDataDependentSymNode(expression)
         try:
             return super().evaluate_sym_node(sym_node, *args, **kwargs)
         except GuardOnDataDependentSymNode:

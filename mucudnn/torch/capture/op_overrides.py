@@ -8,6 +8,7 @@ computes the same without them. `torch.compile` is undone for the same reason.
 import builtins
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +22,7 @@ from torch.utils import checkpoint
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.reads import ReadRecorder
 from mucudnn.torch.internals import replaced
-from mucudnn.torch.source_lines import line_now
+from mucudnn.torch.source_lines import is_library_file, line_now
 
 
 @contextmanager
@@ -57,6 +58,48 @@ def output_noted(recorder: ReadRecorder) -> Iterator[None]:
     handler = replaced(logging.Logger, handle=noting_handle)
     with replaced(builtins, print=noting_print), handler:
         yield
+
+
+@contextmanager
+def asked_as_eagerly(
+    recorder: ReadRecorder, identities: Mapping[int, int]
+) -> Iterator[None]:
+    """Tell users' code that numbers and tensors of the graph are those of eager mode.
+
+    `isinstance` takes a symbol for a Python number. `id`, sets and dicts take what
+    stands in for a parameter or buffer for that tensor itself.
+
+    Args:
+        recorder: Is told what is replaced.
+        identities: Identity of a stand-in -> identity of the tensor.
+    """
+    ask, identity = builtins.isinstance, builtins.id
+
+    def ask_of_number(value: Any, kinds: Any) -> bool:
+        plain = _NUMBERS.get(type(value))
+        library = is_library_file(sys._getframe(1).f_code.co_filename)
+        return ask(value if plain is None or library else plain, kinds)
+
+    def identity_of(value: Any) -> int:
+        own = identity(value)
+        library = own not in identities or is_library_file(
+            sys._getframe(1).f_code.co_filename
+        )
+        return own if library else identities[own]
+
+    def hash_of(tensor: torch.Tensor) -> int:
+        return identities.get(identity(tensor), identity(tensor))
+
+    for name in ("isinstance", "id"):
+        recorder.lend(vars(builtins), name, f"builtin {name!r}")
+    with (
+        replaced(builtins, isinstance=ask_of_number, id=identity_of),
+        replaced(torch.Tensor, __hash__=hash_of),
+    ):
+        yield
+
+
+_NUMBERS = {torch.SymFloat: 0.0, torch.SymInt: 0, torch.SymBool: False}
 
 
 class _Stateless:

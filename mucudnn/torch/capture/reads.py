@@ -257,7 +257,7 @@ class ReadRecorder:
         self._classes: dict[type, dict[str, Any]] = {}
         self._namespaces: list[types.ModuleType] = []
         self._reasons: list[str] = []
-        self._opaque = ""
+        self._opaque = self._held = self._compares = ""
         self.in_update = False  # of the optimizer, whose groups and state are lent
         self._users: dict[type, frozenset[str]] = {}  # classes, and their attributes
         self._paused = True
@@ -390,6 +390,13 @@ class ReadRecorder:
             UnsoundCaptureError: The step uses state that cannot be looked into.
         """
         self.put_back()
+        if self._held and self._compares and not self._opaque:
+            self.may_be_unread = True
+            self._opaque = (
+                f"the step may compare {self._held}, a tensor that it trains or is "
+                f"given, by `is`{self._compares}, which a capture cannot; compare "
+                "names, or use `in` with a set"
+            )
         if self._opaque:
             raise UnsoundCaptureError(self._opaque)
         read = set(map(id, self._reads.values()))
@@ -412,6 +419,8 @@ class ReadRecorder:
             for name in _NOTING & held.keys():
                 label = f"{cls.__name__}.{name}"
                 reads.append(Read.of(Kind.CLASS, cls, name, label))
+        label = "the number of attributes of torch.Tensor"
+        reads.append(Read.of(Kind.SIZE, vars(torch.Tensor), None, label))
         reads = [
             replace(r, is_exact=True)
             if not self._stored.isdisjoint(map(id, (r.value, *r.elements)))
@@ -709,7 +718,9 @@ class ReadRecorder:
         if kind is object or (_is_still(kind) and isinstance(value, _STILL)):
             return
         if isinstance(value, torch.Tensor):
-            if id(value) not in self._inputs and not _is_traced(value):
+            if id(value) in self._inputs:
+                self._held = self._held or label
+            elif not _is_traced(value):
                 self._constants[id(value)] = value
             return
         if id(value) in self._seen:
@@ -750,6 +761,8 @@ class ReadRecorder:
             self._contents(vars(value)["data"], label)
         elif isinstance(value, threading.local):
             self._contents(vars(value), label)
+        elif isinstance(value, threading.Event):
+            self._note(Kind.ENTRY, vars(value), "_flag", label)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._take(part, label)
@@ -969,6 +982,10 @@ class ReadRecorder:
             while self._waiting:
                 for other in self._waiting.popitem()[1]:
                     self._runs(other)
+        if names.compares:
+            self._compares = where
+        if self._floats and "float" in names.loaded and texts & {"type", "__class__"}:
+            self._refuse(f"{name} asks for the type of numbers{where}")
         if "cache_info" in texts:  # planned steps do not ask the caches
             self._refuse(f"{name} reads the state of a cache{where}")
         if reading := sorted(_READS_FILES & texts):
@@ -1171,6 +1188,7 @@ class _Names:
         texts: Every name by which it may take an attribute.
         strings: Those of them that are strings in the code.
         imported: Modules that it imports: how many packages up, and the name.
+        compares: Whether it compares two values by `is`.
     """
 
     loaded: tuple[str, ...]
@@ -1179,6 +1197,7 @@ class _Names:
     texts: frozenset[str]
     strings: frozenset[str]
     imported: frozenset[tuple[int, str]]
+    compares: bool
 
 
 @functools.cache
@@ -1187,11 +1206,15 @@ def _names_in(code: types.CodeType) -> _Names:
     texts, strings = set(code.co_names), set()
     imported: set[tuple[int, str]] = set()
     before: list[Any] = [None, None]  # operands of the last two instructions
+    loads, compares = "", False
     for instruction in dis.get_instructions(code):
         found[instruction.opname][instruction.argval] = None
         if instruction.opname == "IMPORT_NAME":
             imported.add((before[0], instruction.argval))
         before = [before[1], instruction.argval]
+        # What follows on a constant, such as None, compares no tensors.
+        compares |= instruction.opname == "IS_OP" and loads != "LOAD_CONST"
+        loads = instruction.opname
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
             strings.add(constant)
@@ -1200,6 +1223,7 @@ def _names_in(code: types.CodeType) -> _Names:
             texts |= inner.texts
             strings |= inner.strings
             imported |= inner.imported
+            compares |= inner.compares
             found["LOAD_GLOBAL"] |= dict.fromkeys(inner.loaded)
             found["STORE_GLOBAL"] |= dict.fromkeys(inner.stored)
             found["STORE_DEREF"] |= dict.fromkeys(inner.free_stored)
@@ -1218,6 +1242,7 @@ def _names_in(code: types.CodeType) -> _Names:
         frozenset(texts | strings),
         frozenset(strings),
         frozenset(imported),
+        compares,
     )
 
 

@@ -22,6 +22,7 @@ from torch._subclasses.functional_tensor import (
     FunctionalTensor,
     disable_functional_mode,
 )
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -29,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.errors import UnsupportedError
+from mucudnn.torch.capture.guards import extent_of
 from mucudnn.torch.capture.known_values import KnownShapes, known_result, of_known_shape
 from mucudnn.torch.capture.many_tensor_updates import FUSED, record_fused
 from mucudnn.torch.capture.op_overrides import CountedAverages
@@ -70,7 +72,7 @@ _KINDS = (
 )
 """Prefixes of names, and the reason to refuse them."""
 
-_VALUES = frozenset({torch.Tensor.tolist, torch.Tensor.numpy})
+_VALUES = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 """Functions that pass run-time values to Python."""
 
 _SUMS = {
@@ -142,6 +144,12 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         reason = self._reason(func, args, kwargs)
         if reason is not None:
             raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
+        if _draws_in_other_order(func, args, kwargs):
+            raise UnsoundCaptureError(
+                f"the step calls {func}{line_now()}: it draws numbers in an order that "
+                "depends on strides, which planned steps do not keep; draw a whole "
+                "tensor, and copy it"
+            )
         func, args, kwargs = of_known_shape(self._shapes, func, args, kwargs)
         if func in _SUMS and isinstance(kwargs.get("alpha"), torch.SymFloat):
             # PyTorch's model of a difference asks whether its factor is 1.
@@ -158,7 +166,14 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         if func is torch.ops.aten.bernoulli.p:
             plain = torch.empty_like(args[0], memory_format=torch.contiguous_format)
             return plain.bernoulli_(args[1])
-        if _of_constants(func, args, kwargs):
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        outside = [t for t in given if not isinstance(t, FunctionalTensor)]
+        if (
+            outside
+            and len(outside) == len(given)
+            and not any(a.alias_info is not None for a in func._schema.arguments)
+        ):
             # The results belong to the step, which may write them.
             args, kwargs = pytree.tree_map_only(torch.Tensor, to_fun, (args, kwargs))
         if (rounded := rounds_in_place(func, args)) and not self._as_compiled:
@@ -172,6 +187,10 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         for result in found if isinstance(found, tuple | list) else (found,):
             if isinstance(result, torch.Tensor) and (reason := _laid_out(result)):
                 raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
+            if outside and isinstance(result, FunctionalTensor):
+                # PyTorch would take the present values of outside tensors for constant.
+                tracer: Any = get_proxy_mode().tracer
+                get_proxy_slot(from_fun(result), tracer).constant = None
         return found
 
     def _reason(
@@ -205,6 +224,20 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         return None
 
 
+def _draws_in_other_order(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether numbers are drawn into memory that is dense in the graph only."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    if (out := kwargs.get("out")) is not None:
+        return not out.is_contiguous()
+    # Kernels draw at least 16 normal numbers of dense memory at once.
+    return (
+        func is torch.ops.aten.normal_.default
+        and args[0].numel() >= 16
+        and extent_of(args[0]) > args[0].nbytes
+    )
+
+
 def _recorded_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record an operation that only raises, without effect tokens.
 
@@ -227,18 +260,6 @@ def _writes_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return any(
         isinstance(t, torch.Tensor) and not isinstance(t, FunctionalTensor)
         for t in pytree.tree_leaves(written)
-    )
-
-
-def _of_constants(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation computes a new tensor from outside tensors only."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    aliases = any(a.alias_info is not None for a in func._schema.arguments)
-    return (
-        bool(given)
-        and not aliases
-        and not any(isinstance(tensor, FunctionalTensor) for tensor in given)
     )
 
 
@@ -287,6 +308,8 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda t: found.get(id(t), t), (args, kwargs)
             )
+            if func is torch.Tensor.__eq__ and args[0] is args[1]:
+                return True  # a set, dict or list compares a parameter with itself
         if func is torch.as_tensor and args and isinstance(args[0], torch.SymFloat):
             kwargs = {"dtype": torch.get_default_dtype(), **kwargs}
             return torch.scalar_tensor(args[0], **kwargs)

@@ -34,6 +34,7 @@ from mucudnn.torch.capture.known_values import Known, KnownShapes
 from mucudnn.torch.capture.many_tensor_updates import updates_many
 from mucudnn.torch.capture.op_overrides import (
     CountedAverages,
+    asked_as_eagerly,
     output_noted,
     plain_checkpoints,
     seeding_refused,
@@ -215,6 +216,7 @@ def _trace(
             tracer.averages.marked(recorder),
             uncompiled(tracer.root, recorder),
             output_noted(recorder),
+            asked_as_eagerly(recorder, tracer.identities),
             plain_checkpoints(tracer.noting_changes),
             replaced(torch.autograd, backward=tracer.run_backward),
             # PyTorch's tracer would call modules as when it was imported.
@@ -305,6 +307,7 @@ class _Tracer:
     forward: set[str] = field(default_factory=set)
     backward: set[str] = field(default_factory=set)
     leaves: frozenset[int] = frozenset()  # by identity
+    identities: dict[int, int] = field(default_factory=dict)  # of stand-ins
     extras: Any = None
     stored: Sequence[int] = ()
     effects: Sequence[Effect] = ()
@@ -383,6 +386,10 @@ class _Tracer:
         held = {**parts.parameters, **parts.buffers}
         named = {id(tensor): name for name, tensor in held.items()}
         functions.stand_ins = {k: (leaves | buffers)[n] for k, n in named.items()}
+        lent = parameters | buffers
+        for identity, name in named.items():
+            for stand_in in (lent[name], functions.stand_ins[identity]):
+                self.identities[id(stand_in)] = identity
         places = places_of(self.root, leaves | buffers)
         with _lent(self.settings.floats, floats):
             batch = list(given)
@@ -407,12 +414,12 @@ class _Tracer:
                     "the step changes the learning rate, which its update reads; do so "
                     "outside the step, as with scheduler.step()"
                 )
-            lent = parameters | buffers
             functions.stand_ins = {key: lent[name] for key, name in named.items()}
             with torch.no_grad(), autocast_off():
                 self._update(parameters, state, rates, scale, gradients)
         last = [tensor.detach() for tensor in (self.made or self.left).values()]
         functions.stand_ins = {}
+        self.identities.clear()
         self.effects = self.recorder.effects()
         self.recorder.check_effects(self.effects)
         beside = self.found, [effect.after for effect in self.effects]
