@@ -62,7 +62,7 @@ def output_noted(recorder: ReadRecorder) -> Iterator[None]:
 
 @contextmanager
 def asked_as_eagerly(
-    recorder: ReadRecorder, identities: Mapping[int, int]
+    recorder: ReadRecorder, identities: Mapping[int, int], *, numbers: bool
 ) -> Iterator[None]:
     """Tell users' code that numbers and tensors of the graph are those of eager mode.
 
@@ -72,28 +72,29 @@ def asked_as_eagerly(
     Args:
         recorder: Is told what is replaced.
         identities: Identity of a stand-in -> identity of the tensor.
+        numbers: Whether Python numbers are inputs of the graph; `isinstance` is slower.
     """
     ask, identity = builtins.isinstance, builtins.id
 
+    def is_ours() -> bool:
+        return is_library_file(sys._getframe(2).f_code.co_filename)
+
     def ask_of_number(value: Any, kinds: Any) -> bool:
         plain = _NUMBERS.get(type(value))
-        library = is_library_file(sys._getframe(1).f_code.co_filename)
-        return ask(value if plain is None or library else plain, kinds)
+        return ask(value if plain is None or is_ours() else plain, kinds)
 
     def identity_of(value: Any) -> int:
         own = identity(value)
-        library = own not in identities or is_library_file(
-            sys._getframe(1).f_code.co_filename
-        )
-        return own if library else identities[own]
+        return own if own not in identities or is_ours() else identities[own]
 
     def hash_of(tensor: torch.Tensor) -> int:
         return identities.get(identity(tensor), identity(tensor))
 
-    for name in ("isinstance", "id"):
+    asked = {"id": identity_of} | ({"isinstance": ask_of_number} if numbers else {})
+    for name in asked:
         recorder.lend(vars(builtins), name, f"builtin {name!r}")
     with (
-        replaced(builtins, isinstance=ask_of_number, id=identity_of),
+        replaced(builtins, **asked),
         replaced(torch.Tensor, __hash__=hash_of),
     ):
         yield

@@ -216,7 +216,9 @@ def _trace(
             tracer.averages.marked(recorder),
             uncompiled(tracer.root, recorder),
             output_noted(recorder),
-            asked_as_eagerly(recorder, tracer.identities),
+            asked_as_eagerly(
+                recorder, tracer.identities, numbers=bool(settings.floats)
+            ),
             plain_checkpoints(tracer.noting_changes),
             replaced(torch.autograd, backward=tracer.run_backward),
             # PyTorch's tracer would call modules as when it was imported.
