@@ -25,6 +25,7 @@ from mucudnn.passes.graph.rematerialize import Rematerializer, recompute_chains
 from mucudnn.passes.graph.updates import with_updates
 from mucudnn.passes.linear_program import LinearProgram
 from mucudnn.passes.liveness import ALIGNMENT
+from mucudnn.passes.planning import program as planning_program
 from mucudnn.passes.planning.bound import lower_bound
 from mucudnn.passes.planning.climbing import SearchState
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
@@ -110,6 +111,22 @@ def test_its_plan_is_close_to_the_optimum(model, batch):
     best = SearchState(request)
     optimum, _ = fill(request, best)
     assert 0 < optimum <= best.step_ms <= 1.05 * optimum
+    assert best.plan.peak_bytes <= request.budget
+
+
+def test_a_program_without_an_optimum_is_solved_with_more_room(monkeypatch):
+    request = request_of("resnet20", 64, 0.3)
+    built = planning_program._Program
+
+    def tight(model, budget, *args):
+        return built(model, budget if budget > request.budget else 0.0, *args)
+
+    monkeypatch.setattr(planning_program, "_Program", tight)
+    assert fill(request, SearchState(request)) == (None, [])
+    monkeypatch.setattr(planning_program, "_ROOMY_NODES", 0)
+    best = SearchState(request)
+    optimum, _ = fill(request, best)
+    assert optimum <= best.step_ms < 1.1 * optimum
     assert best.plan.peak_bytes <= request.budget
 
 

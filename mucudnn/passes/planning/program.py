@@ -92,6 +92,14 @@ most networks, but half the rates were better than the full ones for most of the
 _PLAIN_ROUNDS = 5 * ((1.0, 1.0),)
 """The same for small and for large steps."""
 
+_ROOM = (1.0, 1.001, 1.002, 1.005, 1.01)
+"""Factors on the budget that are tried in turn until the program has an optimum. It
+needs a little more than the least budget, as it counts bytes that arrive twice."""
+
+_ROOMY_NODES = 1500
+"""Nodes of a step from which more than the budget is tried. In smaller ones a local
+search finds more than the program does at their least budgets."""
+
 _DIVES = 12
 """Times that the program is solved while rounding its optimum; half with slow links."""
 
@@ -769,17 +777,14 @@ class _Rounding:
         self._model = StepModel(request)
         self._classes = self._alike()
         self._margins: dict[int, float] = {}
-        self._optimum = 0.0
+        self._optimum, self._room = 0.0, 1.0
         self._fitting: list[tuple[float, Choices]] = []
 
     def run(self) -> tuple[float | None, Sequence[Choices]]:
         """Run the rounds; see `fill`."""
         for part, share in _PLAIN_ROUNDS if self._model.plain else _ROUNDS:
             exact = part == share == 1.0
-            margins = self._margins if exact else {}
-            budget = part * self._request.budget
-            program = _Program(self._model, budget, margins, share)
-            found = program.solve()
+            program, found = self._solve(part, share, self._margins if exact else {})
             if found is None:
                 if self._optimum:
                     continue  # with slower links there may be an optimum
@@ -805,6 +810,20 @@ class _Rounding:
                 break
         self._fitting.sort(key=lambda pair: pair[0])
         return self._optimum or None, [choices for _, choices in self._fitting]
+
+    def _solve(
+        self, part: float, share: float, margins: Margins
+    ) -> tuple[_Program, Fractions | None]:
+        """Solve the program; the first time, find the room that it needs."""
+        large = len(self._model.nodes) >= _ROOMY_NODES
+        first = _ROOM if large and not self._optimum else (self._room,)
+        for self._room in first:
+            budget = self._room * part * self._request.budget
+            program = _Program(self._model, budget, margins, share)
+            found = program.solve()
+            if found is not None:
+                break
+        return program, found
 
     def _dive(self, program: _Program, found: Fractions, dives: int) -> Choices:
         """Round a few tensors at a time, the surest first, and solve in between."""
@@ -904,7 +923,8 @@ class _Rounding:
         found: list[UnsimulatedPlan] = []
         refusal: PlanningError | None = None
         for name in names if request.scheduler is None else [request.scheduler]:
-            for paged in ({},) if self._model.plain else _ALSO_PAGED:
+            plain = self._model.plain and self._room == 1.0
+            for paged in ({},) if plain else _ALSO_PAGED:
                 try:
                     plan = schedule_residency(
                         request.scheduled(name), residency | paged, self._best.step_ms
