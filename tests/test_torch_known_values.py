@@ -1,6 +1,7 @@
 """Steps whose shapes and branches depend on values of the batch."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,8 +9,11 @@ from torch import nn
 from torch.nn import functional
 
 import mucudnn.torch as mt
-from mucudnn.errors import UnsupportedError
+from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.passes.liveness import rounded
+from tests.torch_own_updates import OfValues
 from tests.torch_programs_counting import Queue
+from tests.torch_steps import least_bytes, real_peak
 
 pytestmark = [
     pytest.mark.torch,
@@ -138,6 +142,37 @@ def in_turn(loss, order, **options):
 @pytest.mark.parametrize("loss", PROGRAMS, ids=lambda f: f.__name__)
 def test_values_of_the_batch_may_decide_shapes(loss, budget):
     in_turn(loss, (0, 1, 2, 0, 1, 2), budget=budget, exact=True)
+
+
+def checked_by_values(y, t):
+    rows = torch.linspace(-1, 1, 4096) * t.unsqueeze(1)
+    if bool(((rows.cos() - 3).abs() > 1).all()):
+        y = y * 2
+    return y[t >= 0].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(torch.optim.Adam, "values .* before it take"), (OfValues, "updates eagerly")],
+)
+@pytest.mark.parametrize("offload_state", [False, True])
+def test_a_promised_peak_includes_known_values(make, reason, offload_state):
+    model, given = parts()[0], batch(TARGETS[0])
+    step = functools.partial(
+        *(mt.train_step, model, checked_by_values, make(model.parameters())),
+        cache=None,
+        offload_state=offload_state,
+    )
+    for budget in (None, least := least_bytes(step(budget=1024).prepare, *given)):
+        planned = step(budget=budget)
+        planned(*given)
+        peak, resident = planned.plan.peak_bytes, planned.plan.resident_bytes
+        # Indices of the mask are resident, and made by each run.
+        real = real_peak(lambda run=planned: run(*given)) + resident - rounded(8 * 5)
+        assert real <= peak < real + 512
+    assert 2 * 6 * 4096 * 4 < peak <= least < 3 * 6 * 4096 * 4
+    with pytest.raises(PlanningError, match=reason):
+        step(budget=least - 1).prepare(*given)
 
 
 @pytest.mark.parametrize("loss", [by_mask, by_classes, written_by_rows, selected])

@@ -65,6 +65,8 @@ class TorchPlan:
             None if the update is planned.
         update_peak_bytes: Peak memory during such an update.
         update_reason: Why the update is not planned.
+        known_peak_bytes: Peak memory while values are computed before the planned
+            operations, of what the budget of these counts; 0 if none are.
         library_bytes: Workspaces of cuBLAS, which stay allocated; 0 on the CPU.
         fragmentation_bytes: Bytes that CUDA's allocator reserves beyond the peak, for
             gaps that no tensor fits into; 0 on the CPU.
@@ -88,6 +90,7 @@ class TorchPlan:
     own_update: UpdateBytes | None = None
     update_peak_bytes: int = 0
     update_reason: str = field(repr=False, default="")
+    known_peak_bytes: int = 0
     library_bytes: int = 0
     fragmentation_bytes: int = 0
     unforeseen_bytes: int = 0
@@ -104,7 +107,7 @@ class TorchPlan:
     def _counted(self, peak: int) -> int:
         """Return a peak of the planner in bytes that the budget counts."""
         held = 0 if self.own_update is None else self.own_update.persistent
-        passes = peak - self.given_bytes + held
+        passes = max(peak - self.given_bytes, self.known_peak_bytes) + held
         return max(passes, self.update_peak_bytes) + self.library_bytes
 
     @property

@@ -25,6 +25,7 @@ from mucudnn.ir.devices import get_device
 from mucudnn.ir.graph import Phase
 from mucudnn.ir.profile import MemoryTier, Profile
 from mucudnn.ir.sizes import exact_bytes
+from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.cutting import AUTO, WHOLE, Split, check_split
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -205,6 +206,7 @@ class LoweredStep:
             `batch.`. Empty if it cannot be split.
         finish: Returns the graph, whole or split, with its updates in place.
         update: The update that the optimizer makes itself, behind the graph.
+        known_bytes: Bytes that computing inputs of the graph takes beside all inputs.
         compiled: Compiles the passes by Inductor, and returns the graph with their
             kernels as nodes, given what was compiled before, and whether a tuner may
             plan convolutions.
@@ -221,6 +223,7 @@ class LoweredStep:
     names: Sequence[str] = ()
     finish: Callable[..., Lowered] = lambda lowered: lowered
     update: EagerUpdate | None = None
+    known_bytes: int = 0
     compiled: Callable[..., Lowered] | None = None
     planners: dict[PlanOptions, Planner] = field(default_factory=dict, repr=False)
     threads: int = 1
@@ -265,6 +268,8 @@ class LoweredStep:
         late = frozenset(inputs[name] for name in parts.buffers if name in inputs)
         batch = [tensor for name, tensor in inputs.items() if name.startswith("batch.")]
         finish = partial(with_updates, late=late)
+        computed = [inputs[name] for name in inputs if name.startswith("known.")]
+        known = sum(rounded(lowered.graph.tensors[name].nbytes) for name in computed)
 
         def compiled(sizes: CompiledSizes, *, tuned: bool) -> Lowered:
             # Inductor is imported where it is used: that takes seconds.
@@ -279,7 +284,9 @@ class LoweredStep:
             together = sum(p.nbytes for p in parts.parameters.values())
             finish = partial(with_updates, late=late, together=0.0)
         return cls(
-            *(lowered, batch, captured.names, finish, update, compiled),
+            *(lowered, batch, captured.names, finish, update),
+            known_bytes=max(0, captured.known_bytes - known),
+            compiled=compiled,
             together=together,
         )
 
@@ -470,7 +477,38 @@ class LoweredStep:
     def _plan_grouped(
         self, options: PlanOptions, budget: float
     ) -> tuple[Planner, TorchPlan]:
-        """Plan the graph with its updates grouped as the options say."""
+        """Plan the graph with its updates grouped as the options say.
+
+        What is resident leaves room for the values that are computed before a step.
+        """
+        known, least = self.known_bytes, 0
+        # The tightest plan has the least state resident.
+        for limit in (budget, 0.0):
+            try:
+                planner, plan = self._plan_operations(options, limit)
+            except PlanningError as e:
+                if not known or e.least_bytes is None:
+                    raise
+                least = e.least_bytes
+                planner, plan = self._plan_operations(options, least)
+                if least > budget and plan.resident_bytes + known <= least:
+                    raise
+            before = plan.resident_bytes + known if known else 0
+            if max(least, before) <= budget:
+                return planner, replace(plan, budget=budget, known_peak_bytes=before)
+            if least > budget:
+                break
+        raise too_small(
+            f"the step does not fit into {exact_bytes(int(budget))}: values that are "
+            f"computed before it take {exact_bytes(known)} beside what is resident; "
+            f"the least budget that works is {exact_bytes(before)}",
+            *(budget, before),
+        )
+
+    def _plan_operations(
+        self, options: PlanOptions, budget: float
+    ) -> tuple[Planner, TorchPlan]:
+        """Plan the graph itself, whole or split or compiled."""
         if (candidates := self.candidates(options)) is not None:
             return candidates.plan(budget, options.split)
         planner = self.planner(options)
@@ -629,9 +667,9 @@ def _advise_options(step: LoweredStep, options: PlanOptions, budget: float) -> s
 
     planner = step.planner(options)
     if not options.offload_state:
-        if fits(replace(planner, offload_state=True).least_budget()):
+        if least_budget(step, replace(options, offload_state=True)) <= budget:
             return "it fits with offload_state=True"
-        if not fits(planner.resident_bytes):
+        if not fits(planner.resident_bytes + step.known_bytes):
             return ""
     costs = partial(estimated, device=get_device("null"))
     auto = PlanOptions(costs, offload_state=options.offload_state, split=AUTO)
@@ -648,7 +686,7 @@ def least_budget(step: LoweredStep, options: PlanOptions) -> int:
     Raises:
         PlanningError: No budget is enough.
     """
-    if options.split == WHOLE:
+    if options.split == WHOLE and not step.known_bytes:
         least = step.planner(options).least_budget() + step.held_bytes(options)
     else:
         try:

@@ -691,8 +691,9 @@ class TrainStep:
 
         def planned(step: CapturedStep) -> tuple[CapturedStep, PlannedStep]:
             lowered = LoweredStep.of_captured(step, live.parts)
-            ends = tuple(step.names), tuple(step.made), step.gradients, lowered.together
-            key = graph_key(lowered.lowered), ends
+            ends = tuple(step.names), tuple(step.made), step.gradients
+            nbytes = lowered.together, lowered.known_bytes
+            key = graph_key(lowered.lowered), ends, nbytes
             found = self._planned.plan_of(key)
             if self._ranks is not None and not self._ranks.agree(
                 int(found is not None)

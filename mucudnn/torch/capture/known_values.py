@@ -15,6 +15,7 @@ Values that depend on parameters, or that the step draws at random, are refused.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import sympy
@@ -36,6 +37,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from mucudnn.torch.costs.meters import meter_of
 from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.lowering.lowered import Layout
 
@@ -50,7 +52,8 @@ class _Call:
         function: The function of the call.
         args: Its arguments, with nodes for values that are computed before it.
         kwargs: Its arguments by name.
-        nodes: The nodes that compute these values, in order.
+        nodes: The nodes that compute these values, in order, and for each of them
+            those whose values nothing reads behind it.
         inputs: Input nodes, and their positions among the step's inputs.
         constants: Nodes of tensors that are no inputs, and these tensors.
     """
@@ -58,7 +61,7 @@ class _Call:
     function: Callable[..., Any]
     args: Any
     kwargs: Any
-    nodes: tuple[torch.fx.Node, ...]
+    nodes: tuple[tuple[torch.fx.Node, Sequence[torch.fx.Node]], ...]
     inputs: tuple[tuple[torch.fx.Node, int], ...]
     constants: tuple[tuple[torch.fx.Node, torch.Tensor], ...]
 
@@ -71,8 +74,10 @@ class _Call:
             args, kwargs = torch.fx.node.map_arg((args, kwargs), values.__getitem__)
             return function(*args, **kwargs)
 
-        for node in self.nodes:
+        for node, unread in self.nodes:
             values[node] = result(node.target, node.args, dict(node.kwargs))
+            for read in unread:
+                del values[read]
         found = result(self.function, self.args, self.kwargs)
         return int(found) if isinstance(found, bool) else found  # as its symbol is
 
@@ -196,6 +201,14 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
         self._given.clear()
         self._made.clear()
 
+    def known_bytes(self, count: int) -> int:
+        """Return the peak of computing the known values from the first inputs."""
+        if not self.known:
+            return 0
+        given = self._given[:count]
+        meter = meter_of(given[0].device)
+        return meter.most_bytes([lambda: partial(known_values, self.known, given)])[0]
+
     # -- numbers
 
     def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -275,8 +288,14 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
                     return None
                 nodes.add(node)
                 pending += node.all_input_nodes
+        last = dict.fromkeys(n for n in leaves if isinstance(n, torch.fx.Node))
+        steps: list[tuple[torch.fx.Node, Sequence[torch.fx.Node]]] = []
+        for node in sorted(nodes, reverse=True):
+            unread = [n for n in node.all_input_nodes if n not in last]
+            last |= dict.fromkeys(unread)
+            steps.append((node, [n for n in unread if n in nodes]))
         return _Call(
-            *(function, args, kwargs, tuple(sorted(nodes))),
+            *(function, args, kwargs, tuple(reversed(steps))),
             tuple(inputs.items()),
             tuple(constants.items()),
         )

@@ -89,6 +89,7 @@ class CapturedStep:
         reads: The Python state that the step has read and changed.
         known: Values computed before the step: conditions under which the graph is
             valid, and further inputs of the graph, named `known.i`.
+        known_bytes: Peak of what their computation allocates, these inputs included.
         made: New entries of the optimizer's state, which are the last results before
             the placeholders' new values: group, parameter and name.
         gradients: If the update is not part of the graph, the parameters whose
@@ -106,6 +107,7 @@ class CapturedStep:
     stored: Sequence[int]
     reads: Reads
     known: Sequence[Known] = ()
+    known_bytes: int = 0
     made: Sequence[StateKey] = ()
     gradients: Sequence[str] | None = None
     updates_many: bool = False
@@ -236,6 +238,7 @@ def _trace(
             module = make_fx(tracer, _allow_non_fake_inputs=True)(*fakes)
             shapes.with_inputs(module, len(inputs))
             torch.clear_autocast_cache()
+        known_bytes = shapes.known_bytes(len(inputs))
     except BaseException as e:
         own = isinstance(e, Exception) and not isinstance(e, MucudnnError)
         recorder.put_back(with_plain=not (keeps_effects and own))
@@ -258,6 +261,7 @@ def _trace(
         tracer.stored,
         reads,
         tuple(shapes.known),
+        known_bytes,
         tuple(tracer.made),
         None if settings.recorded else tuple(tracer.left),
         settings.recorded and updates_many(optimizer),
