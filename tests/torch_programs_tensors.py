@@ -194,6 +194,8 @@ tensor_read_by_numpy
     | out * float(np.asarray(s.a)) | m.a = torch.tensor(0.5) | m.a.fill_(3.0)
 normal_numbers_in_a_part_of_a_tensor
     | drawn = torch.zeros(8, 5); drawn[:, :4].normal_(); out + drawn[:, :4]
+tensors_written_in_turn_by_one_call
+    | z = out.detach(); p = [z + 1, z * 2]; torch._foreach_mul_(p, p[::-1]); out + p[1]
 """)
 
 

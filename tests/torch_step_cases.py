@@ -171,6 +171,7 @@ solved
     ; torch.linalg.solve(matrix, s.m[0](x).T).T * torch.logdet(matrix) | linear()
     | quick
 chosen | s.m[0](x)[:, torch.multinomial(torch.arange(8.0) + 1, 8)] | linear() | quick
+between | s.m[0](x) + torch.zeros(8, 2).t().random_(3, 9)[:1].tanh() | linear() | quick
 added_to | y = s.m[0](x); y += x; functional.relu_(y) | linear() | quick
 put
     | y = s.m[0](x).clone(); y.index_put_((torch.tensor([0, 2]),), torch.zeros(8))

@@ -48,6 +48,7 @@ from mucudnn.torch.source_lines import (
     is_raised_by_user,
     line_now,
     line_of_traceback,
+    storage_of,
 )
 
 _NAMESPACES = {
@@ -80,6 +81,9 @@ _SUMS = {
     torch.ops.aten.sub_.Tensor: torch.ops.aten.add_.Tensor,
 }
 """Differences -> sums, whose kernels compute both."""
+
+_RANDOM_FROM = getattr(torch.ops.aten.random_, "from")
+"""An operator whose functional form has a name that Python code cannot contain."""
 
 _SET_DATA = torch.Tensor.data.__set__
 
@@ -151,6 +155,12 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
                 "tensor, and copy it"
             )
         func, args, kwargs = of_known_shape(self._shapes, func, args, kwargs)
+        if func is _RANDOM_FROM:
+            return args[0].copy_(in_place_on_copy(func)(*args, **kwargs))
+        if calls := _calls_in_turn(func, args, kwargs):
+            for some, options in calls:
+                func(*some, **options)
+            return None
         if func in _SUMS and isinstance(kwargs.get("alpha"), torch.SymFloat):
             # PyTorch's model of a difference asks whether its factor is 1.
             func, kwargs = _SUMS[func], {**kwargs, "alpha": -kwargs["alpha"]}
@@ -236,6 +246,33 @@ def _draws_in_other_order(func: Any, args: Any, kwargs: Any) -> bool:
         and args[0].numel() >= 16
         and extent_of(args[0]) > args[0].nbytes
     )
+
+
+def _calls_in_turn(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[Any, dict[str, Any]]]:
+    """Return one call for each tensor of a `_foreach_*_` that reads what it writes.
+
+    The functional form would read values from before the whole call. Empty if the call
+    has each tensor once.
+    """
+    if (
+        not func._schema.name.startswith("aten::_foreach_")
+        or not func._schema.is_mutable
+    ):
+        return []
+    leaves = pytree.tree_leaves((args, kwargs))
+    mine = [t.elem for t in leaves if isinstance(t, FunctionalTensor)]
+    if len(set(map(storage_of, mine))) == len(mine):
+        return []
+
+    def one(value: Any, i: int) -> Any:
+        return value[i : i + 1] if isinstance(value, list | tuple) else value
+
+    return [
+        ([one(v, i) for v in args], {k: one(v, i) for k, v in kwargs.items()})
+        for i in range(len(args[0]))
+    ]
 
 
 def _recorded_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

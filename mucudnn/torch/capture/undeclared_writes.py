@@ -160,7 +160,8 @@ def in_place_on_copy(function: Any) -> Any:
     kernel.__qualname__ = f"copied({function})"  # plans are stored by name
     schema = str(function._schema).removeprefix("aten::").replace("(a!)", "")
     name = "copied_" + schema.partition("(")[0].replace(".", "_")
-    LIBRARY.define(f"{name}({schema.partition('(')[2]}")
+    tags = {torch.Tag.nondeterministic_seeded}.intersection(function.tags)
+    LIBRARY.define(f"{name}({schema.partition('(')[2]}", tags=tuple(tags))
     for key in ("CompositeExplicitAutograd", "Meta"):
         LIBRARY.impl(name, kernel, key)
     return getattr(torch.ops.mucudnn, name).default
