@@ -729,16 +729,12 @@ class TrainStep:
                 self._compilations += self._options.compiled.count > before
                 if self._compilations == _COMPILATIONS:
                     why = self._options.compiled.reason
+                    why = why and f", as each size is compiled for itself: {why}"
                     self._warn(
                         "compiled",
                         f"the step was compiled for the {_COMPILATIONS}th time, for "
-                        f"{batch.signature}, which takes as long as many steps"
-                        + (
-                            f", as each size is compiled for itself: {why}"
-                            if why
-                            else ""
-                        )
-                        + "; pad batches to a few sizes",
+                        f"{batch.signature}, which takes as long as many steps{why}"
+                        "; pad batches to a few sizes",
                     )
             return step, found
 

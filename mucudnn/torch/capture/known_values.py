@@ -303,10 +303,13 @@ class KnownShapes(ShapeEnv):  # type: ignore[misc]  # PyTorch has no types here
     # -- tensors
 
     def tensors(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Return an operation's results if the batch determines them, else None.
+        """Return the results of an operation whose shapes depend on data.
 
-        They become inputs of the graph.
+        They become inputs of the graph. None if the shapes do not depend on data, or if
+        the batch does not determine them.
         """
+        if torch.Tag.dynamic_output_shape not in function.tags or function in _INDEXED:
+            return None
         mode = get_proxy_mode()
         leaves = pytree.tree_leaves((args, kwargs))
         if mode is None or any(isinstance(v, torch.SymInt) for v in leaves):
@@ -427,16 +430,6 @@ def of_known_shape(
         if indices is not None:
             args = (args[0], indices, *args[2:])
     return function, args, kwargs
-
-
-def known_result(shapes: KnownShapes, function: Any, args: Any, kwargs: Any) -> Any:
-    """Return the results of an operation with a shape that depends on data.
-
-    None if the shape does not, or if the batch does not determine it.
-    """
-    if torch.Tag.dynamic_output_shape not in function.tags or function in _INDEXED:
-        return None
-    return shapes.tensors(function, args, kwargs)
 
 
 def _with_numbers(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -5,8 +5,9 @@ something else in later steps than in the captured one.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -31,11 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.guards import extent_of
-from mucudnn.torch.capture.known_values import KnownShapes, known_result, of_known_shape
+from mucudnn.torch.capture.known_values import KnownShapes, of_known_shape
 from mucudnn.torch.capture.many_tensor_updates import FUSED, record_fused
 from mucudnn.torch.capture.op_overrides import CountedAverages
 from mucudnn.torch.capture.reads import ReadRecorder, UnsoundCaptureError
 from mucudnn.torch.capture.undeclared_writes import (
+    arguments_by_name,
     in_place_on_copy,
     recorded_call,
     rounds_in_place,
@@ -61,14 +63,13 @@ _NAMESPACES = {
 """Namespaces whose operations are not captured -> the reason."""
 
 _QUANTIZING = ("quantize_per", "int_repr", "dequantize", "_empty_affine", "q_scale")
-_NESTING = ("_nested_",)
 _SPARSE = ("_to_sparse", "to_sparse", "sparse_", "_sparse_coo", "_sparse_csr")
 _KINDS = (
     (
         _QUANTIZING,
         "quantized tensors are not captured; use torch.ao's fake quantization",
     ),
-    (_NESTING, "nested tensors are not captured; use padding and a mask"),
+    (("_nested_",), "nested tensors are not captured; use padding and a mask"),
     (_SPARSE, f"sparse tensors are not captured; {DENSE}"),
 )
 """Prefixes of names, and the reason to refuse them."""
@@ -158,13 +159,13 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         if func is _RANDOM_FROM:
             return args[0].copy_(in_place_on_copy(func)(*args, **kwargs))
         if calls := _calls_in_turn(func, args, kwargs):
-            for some, options in calls:
-                func(*some, **options)
+            for call in calls:
+                call()
             return None
         if func in _SUMS and isinstance(kwargs.get("alpha"), torch.SymFloat):
             # PyTorch's model of a difference asks whether its factor is 1.
             func, kwargs = _SUMS[func], {**kwargs, "alpha": -kwargs["alpha"]}
-        if (known := known_result(self._shapes, func, args, kwargs)) is not None:
+        if (known := self._shapes.tensors(func, args, kwargs)) is not None:
             return known
         if func is torch.ops.aten.equal.default and args[0].shape == args[1].shape:
             with self:  # so that the value may be known
@@ -248,31 +249,28 @@ def _draws_in_other_order(func: Any, args: Any, kwargs: Any) -> bool:
     )
 
 
-def _calls_in_turn(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[Any, dict[str, Any]]]:
+def _calls_in_turn(func: Any, args: Any, kwargs: Any) -> list[Callable[[], Any]]:
     """Return one call for each tensor of a `_foreach_*_` that reads what it writes.
 
     The functional form would read values from before the whole call. Empty if the call
     has each tensor once.
     """
-    if (
-        not func._schema.name.startswith("aten::_foreach_")
-        or not func._schema.is_mutable
-    ):
+    schema = func._schema
+    if not schema.is_mutable or not schema.name.startswith("aten::_foreach_"):
         return []
     leaves = pytree.tree_leaves((args, kwargs))
     mine = [t.elem for t in leaves if isinstance(t, FunctionalTensor)]
     if len(set(map(storage_of, mine))) == len(mine):
         return []
 
-    def one(value: Any, i: int) -> Any:
-        return value[i : i + 1] if isinstance(value, list | tuple) else value
+    def call(i: int) -> Callable[[], Any]:
+        def one(value: Any) -> Any:
+            return value[i : i + 1] if isinstance(value, list | tuple) else value
 
-    return [
-        ([one(v, i) for v in args], {k: one(v, i) for k, v in kwargs.items()})
-        for i in range(len(args[0]))
-    ]
+        options = {name: one(value) for name, value in kwargs.items()}
+        return partial(func, *map(one, args), **options)
+
+    return [call(i) for i in range(len(args[0]))]
 
 
 def _recorded_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,8 +285,7 @@ def _recorded_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _writes_elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operation writes a tensor from outside of the step."""
-    names = [a.name for a in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = arguments_by_name(func, args, kwargs)
     written = [
         given.get(a.name)
         for a in func._schema.arguments

@@ -92,7 +92,7 @@ def writes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     found = None if schema is None else UNDECLARED_WRITES.get(schema.name)
     if found is None:
         return False
-    given = _given(function, args, kwargs)
+    given = arguments_by_name(function, args, kwargs)
     if found.training and not given.get(found.training):
         return False
     return any(given.get(name) is not None for name in found.operands)
@@ -113,7 +113,7 @@ def recorded_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     pure = functional_variant(function)
     results = list(pure(*args, **kwargs))
     if writes.returned:
-        given = _given(function, args, kwargs)
+        given = arguments_by_name(function, args, kwargs)
         for name in reversed([n for n in writes.operands if given.get(n) is not None]):
             given[name].copy_(results.pop())
     return results[0] if len(function._schema.returns) == 1 else tuple(results)
@@ -197,7 +197,7 @@ def kernel_of(function: Any) -> Callable[..., Any]:
     return functional
 
 
-def _given(
+def arguments_by_name(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a call by name."""
