@@ -490,6 +490,9 @@ class LoweredStep:
                 if not known or e.least_bytes is None:
                     raise
                 least = e.least_bytes
+                whole = self.planner(options) if options.split == WHOLE else None
+                if whole is not None and whole.resident_bytes + known <= least:
+                    raise  # known values fit, even beside all state
                 planner, plan = self._plan_operations(options, least)
                 if least > budget and plan.resident_bytes + known <= least:
                     raise
