@@ -38,7 +38,6 @@ from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.linear_program import LinearProgram, solver_errors
 from mucudnn.passes.liveness import Use, rounded, uses_of
 from mucudnn.passes.planning.request import StepRequest
-from mucudnn.passes.residency import Residency
 from mucudnn.passes.scheduling.problem import first_plans
 
 MOST_GAPS = 1300
@@ -73,12 +72,10 @@ class LowerBound:
     Attributes:
         step_ms: The bound; infinity if no plan fits.
         reason: Why the bound is only the compute time, if the program was not solved.
-        residency: The optimum rounded to residencies, from which a search may start.
     """
 
     step_ms: float
     reason: str = ""
-    residency: Mapping[str, Residency] = field(default_factory=dict)
 
 
 def lower_bound(request: StepRequest, most_gaps: int = MOST_GAPS) -> LowerBound:
@@ -102,8 +99,7 @@ def lower_bound(request: StepRequest, most_gaps: int = MOST_GAPS) -> LowerBound:
         return LowerBound(compute, "the solver cannot be run")
     if found is None:
         return LowerBound(compute, "the solver found no optimum")
-    step_ms, residency = found
-    return LowerBound(max(compute, step_ms * (1 - _SLACK)), "", residency)
+    return LowerBound(max(compute, found * (1 - _SLACK)))
 
 
 @dataclass(slots=True)
@@ -162,14 +158,13 @@ class _Relaxation:
         self._out: list[Terms] = [[] for _ in range(count)]
         self._in: list[Terms] = [[] for _ in range(count)]
         self._outs: dict[str, dict[int, int]] = {}
-        self._drops: dict[str, int] = {}
         self._recompute = recompute_chains(self._graph, _SMALL * request.budget)
         self._gaps: dict[str, list[_Gap]] = {}
         for gap in self._all_gaps():
             self._gaps.setdefault(gap.storage, []).append(gap)
 
-    def solve(self) -> tuple[float, Mapping[str, Residency]] | None:
-        """Return the optimum in ms, and rounded to residencies; None if not solved.
+    def solve(self) -> float | None:
+        """Return the optimum in ms; None if it is not found.
 
         The optimum is infinity if the program is infeasible.
         """
@@ -182,20 +177,7 @@ class _Relaxation:
         self._add_memory()
         self._add_times()
         found = self._lp.solve()
-        return None if found is None else (found.objective, self._rounded(found.values))
-
-    def _rounded(self, values: Sequence[float]) -> Mapping[str, Residency]:
-        """Recompute what is dropped more than half, offload what is copied so."""
-        residency = {}
-        for saved in saved_tensors(self._graph) if values else ():
-            drop, outs = self._drops.get(saved.name), self._outs.get(saved.name, {})
-            dropped = 0.0 if drop is None else values[drop]
-            copied = sum(values[variable] for variable in outs.values())
-            if dropped > max(0.5, copied):
-                residency[saved.name] = Residency.RECOMPUTE
-            elif copied > 0.5:
-                residency[saved.name] = Residency.OFFLOAD
-        return residency
+        return None if found is None else found.objective
 
     def _windows(self, backward: int, most: int) -> list[int]:
         """Return the first nodes of windows of about equal weight."""
@@ -292,7 +274,6 @@ class _Relaxation:
         if gap.recomputed or not gap.used:
             dropped = [variable()]
         if gap.recomputed and gap.used:
-            self._drops.setdefault(gap.storage, dropped[0])
             self._require(gap.recomputed.values(), dropped)
         for t, resident in enumerate(gap.resident):
             copied_out = self._copied_out(gap, t)

@@ -6,10 +6,8 @@ its optimum, or the step is too large for trials of single tensors, nothing else
 Otherwise plans from many starts are improved side by side, and the fastest plan wins.
 
 *Starts* are the residencies of every other policy, so the plan is never slower than the
-best of them; the request's seed; the solutions of the program; the relaxation of the
-lower bound, unless a small step's program has an optimum; and where the program has no
-solution, a family with one parameter between offloading and recomputing everything, and
-rules for whole blocks.
+best of them; the request's seed; the solutions of the program; and where the program
+has none, rules for whole blocks.
 Each is scheduled by every scheduler. Parameters and optimizer state are offloaded where
 that is faster, or where nothing else fits.
 
@@ -35,7 +33,7 @@ from copy import copy
 from dataclasses import replace
 
 from mucudnn.errors import PlanningError
-from mucudnn.passes.planning.bound import LowerBound, lower_bound
+from mucudnn.passes.planning.bound import lower_bound
 from mucudnn.passes.planning.climbing import (
     Climb,
     SearchState,
@@ -61,7 +59,6 @@ from mucudnn.passes.residency.candidates import (
     narrow_changes,
     paged_family,
     policy_residencies,
-    recomputed_family,
 )
 from mucudnn.passes.residency.policies import keep_all, vdnn_all, vdnn_conv
 from mucudnn.passes.scheduling import SCHEDULERS, Scheduler
@@ -140,23 +137,21 @@ def search(request: StepRequest, *, thorough: bool = True) -> StepPlan:
     trusted = bound.step_ms if nodes <= _SMALL else optimum
     if optimum is None or not (large or best.step_ms <= _CLOSE * (trusted or 0.0)):
         rounds = _ROUNDS if thorough else _ROUNDS[:1]
-        nearest = bound.residency if rounded or optimum is None else {}
-        _search_locally(request, bound, best, rounded, nearest, rounds)
+        _search_locally(request, bound.step_ms, best, rounded, rounds)
     return replace(best.plan, least_ms=bound.step_ms)
 
 
 def _search_locally(
     request: StepRequest,
-    bound: LowerBound,
+    bound_ms: float,
     best: SearchState,
     rounded: Sequence[Residencies],
-    nearest: Residencies,
     rounds: Sequence[tuple[int, int]],
 ) -> None:
     """Look for a better plan than the best so far, from many starts.
 
     The best of the `rounded` optima of the program is improved in every round, beside
-    the other plans. One of these starts from `nearest`, the bound's rounded relaxation.
+    the other plans.
     """
     candidates = request.candidates
     begin = _begin(request, by_cost(candidates))
@@ -177,16 +172,14 @@ def _search_locally(
         _offer_vdnn_dyn(request, best)
     nodes = len(request.graph.nodes)
     starts += begin
-    starts += [{EVERYTHING: o, **nearest} for o in _OTHERS if nearest]
     if not rounded:
-        others = _other_starts(request, candidates)
-        starts += itertools.islice(others, _WORK // nodes)
+        starts += itertools.islice(_block_rules(request, candidates), _WORK // nodes)
     graph = request.graph
     orders = [list(changes_of(graph, candidates, mixed=m)) for m in (False, True)]
     small = nodes <= MOST_NODES
     narrow = list(narrow_changes(graph, request.chains)) if small else []
     with_narrow = list(in_turn(orders[1], narrow))
-    far = small and best.step_ms > _FAR * bound.step_ms
+    far = small and best.step_ms > _FAR * bound_ms
     least_bytes, _ = request.need(begin[-1])
     evicted = evicted_family(request, best.step_ms, least_bytes) if far else []
     paged = paged_family(by_cost(candidates)) if far or not rounded else []
@@ -216,9 +209,9 @@ def _search_locally(
         climbs, *slow = map(_distinct, (climbs, *slow))
         factor = _SLOWER
         fastest = min(itertools.chain(first, climbs, *slow), key=lambda c: c.step_ms)
-        if fastest.step_ms <= _NEAR * bound.step_ms:
+        if fastest.step_ms <= _NEAR * bound_ms:
             break
-    while len(rounds) > 1 and fastest.step_ms > _NEAR * bound.step_ms:
+    while len(rounds) > 1 and fastest.step_ms > _NEAR * bound_ms:
         before = fastest.step_ms
         fastest.run(trials)
         if fastest.step_ms > _WORTH * before:
@@ -274,14 +267,13 @@ def _begin(request: StepRequest, candidates: Sequence[Candidate]) -> list[Reside
     return own + initial_residencies(request, candidates)
 
 
-def _other_starts(
+def _block_rules(
     request: StepRequest, candidates: Sequence[Candidate]
 ) -> Iterator[Residencies]:
-    """Yield rules for blocks, and the recomputed family."""
+    """Yield rules for blocks, each with everything else kept and paged."""
     for rule in blockwise(request.graph, candidates):
         for others in _OTHERS:
             yield {EVERYTHING: others, **rule}
-    yield from recomputed_family(by_cost(candidates))
 
 
 def _fastest(

@@ -1,8 +1,4 @@
-"""Candidate residencies of a search: single tensors and blocks of tensors.
-
-Between "offload everything" and "recompute everything" there is a family with one
-parameter: the number of tensors, the cheapest per byte first, that are recomputed.
-"""
+"""Candidate residencies of a search: single tensors and blocks of tensors."""
 
 import itertools
 import math
@@ -269,20 +265,6 @@ def recompute_first(
     }
 
 
-def recomputed_family(
-    candidates: Sequence[Candidate],
-) -> Iterator[Mapping[str, Residency]]:
-    """Yield residencies in which ever more tensors are recomputed, others offloaded.
-
-    Args:
-        candidates: The saved tensors, those first to be recomputed first.
-    """
-    total = len(candidates)
-    counts = sorted({*range(0, total, max(1, total // _MEMBERS)), total})
-    for mode, count in itertools.product(RECOMPUTED_BACKWARD, counts):
-        yield recompute_first(candidates, count, mode)
-
-
 def paged_family(candidates: Sequence[Candidate]) -> list[Mapping[str, Residency]]:
     """Return residencies that page all but the first candidates, which are recomputed.
 
@@ -307,10 +289,6 @@ _PAGED_SHARES = (
     (0.5, Residency.RECOMPUTE_EACH),
 )
 """Shares of the candidates that starts with much paging recompute, and how."""
-
-
-_MEMBERS = 8
-"""Members of the family for one way to recompute, about."""
 
 
 def single_changes(names: Sequence[str]) -> Iterator[Change]:
