@@ -152,7 +152,7 @@ def test_the_budget_for_a_slowdown_keeps_it_and_the_minimum_does_not():
 
 
 def test_no_slowdown_at_all_takes_as_much_as_without_a_budget():
-    found = studied(1)
+    found = studied(1, policies=("keep_all",))
     kept = found.for_slowdown.technique
     assert kept.budget >= found.unbounded.peak_bytes
     assert found.slowdown(kept) == pytest.approx(1)

@@ -146,10 +146,10 @@ def test_fusion_is_given_up_only_where_a_budget_needs_it(monkeypatch, short_sear
         check_refusal(tuner, spec, least, PLANNED)
 
 
-@pytest.mark.parametrize("policy", ["vdnn_all", "lru"])
+@pytest.mark.parametrize("policy", ["checkpoint_some_blocks", "knapsack"])
 def test_fusion_is_given_up_where_the_step_is_faster_without(monkeypatch, policy):
     monkeypatch.setattr(planned_steps, "refine", unrefined)
-    model = residual_network([(8, True, True)] * 2, 16)
+    model = residual_network([(8, True, True)], 8)
     spec = StepSpec(model=model, batch=4, device="cpu")
     with tuner_of("null") as tuner:
         step = CostedStep(spec, lambda graph: profile(tuner, graph))
