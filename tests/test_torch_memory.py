@@ -10,6 +10,7 @@ from torch.nn import functional
 import mucudnn.torch as mt
 from mucudnn.errors import PlanningError, UnsupportedError
 from mucudnn.ir.devices import get_device
+from mucudnn.passes.residency import decide
 from mucudnn.studies.memory import study_memory
 from mucudnn.torch import TrainStep
 from mucudnn.torch.costs.measure import estimated
@@ -344,3 +345,34 @@ def test_a_part_that_is_compiled_in_place_is_captured_as_it_is_written():
     model[0].compile()
     found = mt.memory(model, functional.mse_loss, batch, adamw(model), device=H200)
     assert found.least_budget == plain.least_budget
+
+
+class NormedResidual(nn.Module):
+    """A block whose residual sums in low precision only the forward pass reads."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.widen, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        hidden = self.widen(normed.to(x.dtype) * self.scale)
+        return x + self.out(functional.silu(hidden))
+
+
+@pytest.mark.parametrize(
+    "policy", ["superneurons", "superneurons_speed", "superneurons_memory"]
+)
+def test_recomputation_does_not_grow_with_the_depth_of_residual_sums(policy):
+    def recomputed(blocks):
+        layers = (NormedResidual(64) for _ in range(blocks))
+        model = nn.Sequential(*layers).to(torch.bfloat16)
+        batch = 2 * (torch.randn(256, 64, dtype=torch.bfloat16),)
+        study = mt.memory(model, functional.mse_loss, batch, adamw(model), device=H200)
+        request = study.described().request(256)
+        nodes = request.rewritten(decide(policy, request)).graph.nodes
+        return len(nodes) - len(request.graph.nodes)
+
+    assert 0 < recomputed(8) <= 2.5 * recomputed(4)

@@ -22,7 +22,12 @@ from mucudnn.passes.residency import (
     Saved,
     saved_tensors,
 )
-from mucudnn.passes.residency.policies import POLICIES, decide, joins_branches
+from mucudnn.passes.residency.policies import (
+    POLICIES,
+    decide,
+    joins_branches,
+    passing_block_ends,
+)
 
 Change = Sequence[tuple[str, Residency]]
 """New residencies of some tensors."""
@@ -228,12 +233,19 @@ def by_cost(candidates: Iterable[Candidate]) -> list[Candidate]:
 def initial_residencies(
     step: PolicyInput, candidates: Sequence[Candidate]
 ) -> list[Mapping[str, Residency]]:
-    """Return the starts of a search: all policies, and those that need the least."""
+    """Return the starts of a search: all policies, and those that need the least.
+
+    Results of blocks that only the forward pass reads are offloaded where others are
+    recomputed for every use: chains through all blocks take quadratic time.
+    """
     found = list(policy_residencies(step))
+    offloaded = dict.fromkeys(passing_block_ends(step.graph), Residency.OFFLOAD)
     for mode in RECOMPUTED_BACKWARD:
+        first = offloaded if mode is Residency.RECOMPUTE_EACH else {}
         for count in (len(candidates) // 2, len(candidates)):
-            found.append(recompute_first(candidates, count, mode))
-        found.append(recompute_first(candidates, len(candidates), mode, Residency.PAGE))
+            found.append(first | recompute_first(candidates, count, mode))
+        every = recompute_first(candidates, len(candidates), mode, Residency.PAGE)
+        found.append(first | every)
     return found
 
 

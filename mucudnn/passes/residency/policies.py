@@ -151,7 +151,7 @@ def _superneurons(
         sum(graph.tensors[s].nbytes for s in {graph.storages[t] for t in node.tensors})
         for node in graph.nodes
     )
-    found: dict[str, Residency] = {}
+    found = dict.fromkeys(passing_block_ends(graph), Residency.OFFLOAD)
     segments: dict[str, list[Saved]] = {}
     for saved in tensors:
         if is_checkpoint(graph, saved.name, is_saved):
@@ -349,6 +349,16 @@ def block_ends(graph: Graph) -> frozenset[str]:
             joins += (t for t in node.outputs if t in big)
     segments = [name for name in saved if name in big]
     return frozenset(joins or segments[:: math.isqrt(len(segments)) or 1])
+
+
+def passing_block_ends(graph: Graph) -> list[str]:
+    """Return results of blocks that only the forward pass reads.
+
+    Residual sums in low precision are such. Unless they stay or are offloaded, whatever
+    is recomputed from them is recomputed from the step's first node on.
+    """
+    fixed = graph.immovable | {saved.name for saved in saved_tensors(graph)}
+    return sorted(block_ends(graph) - fixed)
 
 
 def joins_branches(graph: Graph, tensor: str) -> bool:
