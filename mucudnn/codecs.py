@@ -202,21 +202,6 @@ def decode(where: str, hint: Any, value: Any) -> Any:
             raise ValueError(
                 f"{where}: {reprlib.repr(value)} is not one of: {valid}"
             ) from None
-    return _decode_plain(where, hint, value)
-
-
-def _is_plain(hint: Any, value: Any) -> bool:
-    """Return whether a value needs no further check: a fast path for large files."""
-    kind = type(value)
-    return kind is hint and (
-        kind is bool
-        or (kind is int and -_LARGEST <= value <= _LARGEST)
-        or (kind is float and math.isfinite(value))
-        or (kind is str and value.isascii())
-    )
-
-
-def _decode_plain(where: str, hint: Any, value: Any) -> Any:
     if hint is float and type(value) in (int, float):
         try:
             number = float(value)
@@ -237,6 +222,17 @@ def _decode_plain(where: str, hint: Any, value: Any) -> Any:
         except UnicodeEncodeError as e:
             raise ValueError(f"{where}: {value!r} is not Unicode: {e.reason}") from e
     return value
+
+
+def _is_plain(hint: Any, value: Any) -> bool:
+    """Return whether a value needs no further check: a fast path for large files."""
+    kind = type(value)
+    return kind is hint and (
+        kind is bool
+        or (kind is int and -_LARGEST <= value <= _LARGEST)
+        or (kind is float and math.isfinite(value))
+        or (kind is str and value.isascii())
+    )
 
 
 def members_of(

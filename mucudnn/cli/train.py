@@ -240,7 +240,17 @@ class _Training:
 
     def show(self) -> None:
         """Print the last lines: results, and the latest checkpoint."""
-        show_results(self._trainer)
+        click.echo(
+            f"{self._trainer.steps:,} steps, {ms_text(self._trainer.step_ms)} ms each; "
+            f"{bytes_text(self._trainer.peak_bytes)} of memory"
+        )
+        placed = self._trainer.placed
+        if placed is not None and placed.plan.prediction.placement is not None:
+            click.echo(str(placed.plan.prediction.placement))
+        if self._trainer.splitting is not None:
+            click.echo(self._trainer.splitting.reason)
+        for segment in self._trainer.segments:
+            click.echo(str(segment))
         if str(self._work.words["data"]).startswith("synthetic"):
             click.echo("The images were synthetic; --data names real ones.")
         for number, rank in enumerate(self._ranks):
@@ -348,21 +358,6 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
     }
-
-
-def show_results(trainer: "Trainer") -> None:
-    """Print the last lines: time and memory of a step."""
-    click.echo(
-        f"{trainer.steps:,} steps, {ms_text(trainer.step_ms)} ms each; "
-        f"{bytes_text(trainer.peak_bytes)} of memory"
-    )
-    placed = trainer.placed
-    if placed is not None and placed.plan.prediction.placement is not None:
-        click.echo(str(placed.plan.prediction.placement))
-    if trainer.splitting is not None:
-        click.echo(trainer.splitting.reason)
-    for segment in trainer.segments:
-        click.echo(str(segment))
 
 
 def _memory_to_json(placed: "PlacedStep | None") -> dict[str, Any] | None:

@@ -125,7 +125,13 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
     device = settings["device"]
     settings["backend"] = _with_device(settings["backend"], device)
     if settings["plan_only"]:
-        refuse_measuring(settings)
+        asked = {**settings, "style": settings["style"] == "deepbench"}
+        given = [option for name, option in _MEASURING.items() if asked[name]]
+        if given:
+            raise BadInputError(
+                "--plan-only measures nothing and cannot be combined with "
+                f"{', no '.join(given)}"
+            )
         alone: Any = {"benchmark_backends": (), "total_workspace": None}
         tuner = opt.make_tuner(settings | {"cache_path": "none"}, **alone)
         take_survey(ctx, tuner, layers, settings, title_of(sources, settings))
@@ -227,17 +233,6 @@ _MEASURING = {
     "workers": "--workers",
 }
 """Options that require measurements: parameter -> spelling."""
-
-
-def refuse_measuring(settings: Mapping[str, Any]) -> None:
-    """Refuse options that require measurements."""
-    asked = {**settings, "style": settings["style"] == "deepbench"}
-    given = [option for name, option in _MEASURING.items() if asked[name]]
-    if given:
-        raise BadInputError(
-            "--plan-only measures nothing and cannot be combined with "
-            f"{', no '.join(given)}"
-        )
 
 
 def take_survey(

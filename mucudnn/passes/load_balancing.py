@@ -352,14 +352,11 @@ def proportional_shares(fleet: Fleet, batch: int) -> FleetPlan:
 
 def step_bound_ms(fleet: Fleet, batch: int) -> float:
     """Return a lower bound of the step: every rank at its best throughput."""
-    rates = sum(best_rate(of) for of in times_of(fleet, batch))
-    return batch / rates + fleet.all_reduce_ms
-
-
-def best_rate(times: ShareTimes) -> float:
-    """Return the highest throughput at any share, in samples per millisecond."""
-    rates = (_speed(times, n) for n in times.corners())
-    return max(rates, default=0.0)
+    rates = (
+        max((_speed(of, n) for n in of.corners()), default=0.0)
+        for of in times_of(fleet, batch)
+    )
+    return batch / sum(rates) + fleet.all_reduce_ms
 
 
 def _speed(times: ShareTimes, samples: int) -> float:
@@ -491,7 +488,15 @@ def split_batch(fleet: Fleet, batch: int, *, at_least: int = 0) -> FleetPlan:
     level = _least_time(Counter(times), batch, at_least)
     base = [max(at_least, of.most_before(level)) for of in times]
     room = [of.most_by(level) - n for of, n in zip(times, base, strict=True)]
-    return plan_of(fleet, _distribute(base, room, batch - sum(base)), times)
+    # Distribute the remaining samples evenly among ranks that have room.
+    left = batch - sum(base)
+    samples = list(base)
+    open_ranks = sorted((i for i, n in enumerate(room) if n > 0), key=room.__getitem__)
+    for place, i in enumerate(open_ranks):
+        given = min(room[i], -(-left // (len(open_ranks) - place)))
+        samples[i] += given
+        left -= given
+    return plan_of(fleet, samples, times)
 
 
 def best_batch(fleet: Fleet, least: int, most: int, *, at_least: int = 0) -> FleetPlan:
@@ -559,14 +564,3 @@ def _least_time(kinds: Counter[ShareTimes], batch: int, at_least: int) -> float:
         else:
             low = middle
     return high
-
-
-def _distribute(base: Sequence[int], room: Sequence[int], left: int) -> list[int]:
-    """Distribute the remaining samples evenly among ranks that have room."""
-    samples = list(base)
-    open_ranks = sorted((i for i, n in enumerate(room) if n > 0), key=room.__getitem__)
-    for place, i in enumerate(open_ranks):
-        given = min(room[i], -(-left // (len(open_ranks) - place)))
-        samples[i] += given
-        left -= given
-    return samples

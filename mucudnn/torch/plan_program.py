@@ -481,26 +481,28 @@ class LoweredStep:
 
         What is resident leaves room for the values that are computed before a step.
         """
-        known, least = self.known_bytes, 0
-        # The tightest plan has the least state resident.
-        for limit in (budget, 0.0):
-            try:
-                planner, plan = self._plan_operations(options, limit)
-            except PlanningError as e:
-                if not known or e.least_bytes is None:
-                    raise
-                least = e.least_bytes
-                whole = self.planner(options) if options.split == WHOLE else None
-                if whole is not None and whole.resident_bytes + known <= least:
-                    raise  # known values fit, even beside all state
-                planner, plan = self._plan_operations(options, least)
-                if least > budget and plan.resident_bytes + known <= least:
-                    raise
+        known = self.known_bytes
+        # The fastest plan, unless it leaves too little room.
+        try:
+            planner, plan = self._plan_operations(options, budget)
             before = plan.resident_bytes + known if known else 0
+            if before <= budget:
+                return planner, replace(plan, budget=budget, known_peak_bytes=before)
+            self._plan_operations(options, 0.0)  # a refusal has the least bytes
+        except PlanningError as e:
+            if not known or e.least_bytes is None:
+                raise
+            # The tightest plan has the least state resident.
+            least = e.least_bytes
+            whole = self.planner(options) if options.split == WHOLE else None
+            if whole is not None and whole.resident_bytes + known <= least:
+                raise  # known values fit, even beside all state
+            planner, plan = self._plan_operations(options, least)
+            before = plan.resident_bytes + known
             if max(least, before) <= budget:
                 return planner, replace(plan, budget=budget, known_peak_bytes=before)
-            if least > budget:
-                break
+            if before <= least:
+                raise
         raise too_small(
             f"the step does not fit into {exact_bytes(int(budget))}: values that are "
             f"computed before it take {exact_bytes(known)} beside what is resident; "

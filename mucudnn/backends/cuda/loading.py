@@ -57,7 +57,18 @@ def load_library(*, without_driver: bool) -> LoadedLibrary:
         )
     path = _find_cudnn()
     cdll = ctypes.CDLL(path)
-    version = _check_version(cdll, path)
+    version = _number(cdll, path, "cudnnGetVersion")
+    if version // 10000 != 9 or version < OLDEST:
+        raise BackendUnavailableError(
+            f"cuDNN {release_text(version)} was found ({path}), but "
+            f"{release_text(OLDEST)} or a later release of 9 is needed; {_INSTALL}"
+        )
+    if version > TRIED:
+        _LOGGER.warning(
+            "cuDNN %s is newer than any release tried (%s)",
+            release_text(version),
+            release_text(TRIED // 100 * 100),
+        )
     _require_cublaslt(cdll, path)
     if without_driver:
         load_stub_driver()
@@ -80,22 +91,6 @@ def _find_cudnn() -> str:
         raise BackendUnavailableError(
             f"cuDNN 9 ({_CUDNN}) was not found; {_INSTALL}. {type(e).__name__}: {e}"
         ) from e
-
-
-def _check_version(cdll: ctypes.CDLL, path: str) -> int:
-    version = _number(cdll, path, "cudnnGetVersion")
-    if version // 10000 != 9 or version < OLDEST:
-        raise BackendUnavailableError(
-            f"cuDNN {release_text(version)} was found ({path}), but "
-            f"{release_text(OLDEST)} or a later release of 9 is needed; {_INSTALL}"
-        )
-    if version > TRIED:
-        _LOGGER.warning(
-            "cuDNN %s is newer than any release tried (%s)",
-            release_text(version),
-            release_text(TRIED // 100 * 100),
-        )
-    return version
 
 
 def _number(cdll: ctypes.CDLL, path: str, name: str) -> int:

@@ -265,7 +265,16 @@ def joint_statistics(
     For the arguments see `summed_gradients`.
     """
     meetings = meetings_of(graph)
-    _check_order(graph, meetings, together)
+    # All ranks have to meet in one order.
+    merging = {m.position: graph.nodes[m.position].name for m in meetings if m.merges}
+    # Slices may have other names on other ranks; merging nodes have the same
+    # everywhere.
+    own = [merging.get(m.position, m.tensors[0]) for m in meetings]
+    if any(order != own for order in together.all_gather(own)):
+        raise ValueError(
+            "the ranks run their steps in different orders, so their statistics "
+            "cannot be exchanged; use the same order and split on all ranks"
+        )
     before: dict[str, tuple[Call, ...]] = {}
     after: dict[str, tuple[Call, ...]] = {}
     for meeting in meetings:
@@ -277,21 +286,6 @@ def joint_statistics(
             weigh = partial(_weigh, together, share, *arrays)
             after[name] = (*after.get(name, ()), weigh)
     return NodeHooks(before, after)
-
-
-def _check_order(
-    graph: Graph, meetings: tuple[Meeting, ...], together: Collectives
-) -> None:
-    """Check that all ranks meet in one order."""
-    merging = {m.position: graph.nodes[m.position].name for m in meetings if m.merges}
-    # Slices may have other names on other ranks; merging nodes have the same
-    # everywhere.
-    own = [merging.get(m.position, m.tensors[0]) for m in meetings]
-    if any(order != own for order in together.all_gather(own)):
-        raise ValueError(
-            "the ranks run their steps in different orders, so their statistics "
-            "cannot be exchanged; use the same order and split on all ranks"
-        )
 
 
 def _merge(together: Collectives, slices: list[Any]) -> None:

@@ -12,7 +12,6 @@ itself and its name.
 import contextlib
 import hashlib
 import sqlite3
-from collections.abc import Iterable
 from typing import Any
 
 _APPLICATION_ID = int.from_bytes(b"muCD", "big")
@@ -109,22 +108,17 @@ def insert(db: sqlite3.Connection, name: Name, data: bytes, used_at: float) -> N
 def salvage(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
     """Copy the sound entries of a possibly damaged database; return their number."""
     count = 0
-    for *name, value, used_at in _readable(source):
-        with contextlib.suppress(ValueError, sqlite3.IntegrityError):
-            insert(target, tuple(name), unseal(tuple(name), value), used_at)
-            count += 1
-    return count
-
-
-def _readable(db: sqlite3.Connection) -> Iterable[tuple[Any, ...]]:
-    """Return the readable rows of the table, read from its beginning and its end."""
     found: dict[tuple[Any, ...], None] = {}
     for way in ("ASC", "DESC"):
         query = f"SELECT * FROM entries NOT INDEXED ORDER BY rowid {way}"
         with contextlib.suppress(sqlite3.DatabaseError, UnicodeDecodeError):
-            for row in db.execute(query):
+            for row in source.execute(query):
                 found[row] = None
-    return found
+    for *name, value, used_at in found:
+        with contextlib.suppress(ValueError, sqlite3.IntegrityError):
+            insert(target, tuple(name), unseal(tuple(name), value), used_at)
+            count += 1
+    return count
 
 
 def seal(name: Name, data: bytes) -> bytes:

@@ -65,16 +65,14 @@ class WorkingSet:
         return sum(rounded(spec.nbytes, ALIGNMENT) for spec in self.tensors)
 
     def __str__(self) -> str:
-        return _largest_first({spec.name: spec.nbytes for spec in self.tensors})
-
-
-def _largest_first(sizes: Mapping[str, int]) -> str:
-    """Format names with sizes: `'x' (12.0 MiB), 'w' (1.0 MiB) and 3 more, 4.0 KiB`."""
-    ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    text = ", ".join(f"{name!r} ({format_bytes(n)})" for name, n in ordered[:_NAMED])
-    if rest := [nbytes for _, nbytes in ordered[_NAMED:]]:
-        text += f" and {len(rest)} more, {format_bytes(sum(rest))}"
-    return text
+        # Such as `'x' (12.0 MiB), 'w' (1.0 MiB) and 3 more, 4.0 KiB`.
+        named = sorted(self.tensors, key=lambda spec: -spec.nbytes)
+        rest = [spec.nbytes for spec in named[_NAMED:]]
+        text = ", ".join(
+            f"{s.name!r} ({format_bytes(s.nbytes)})" for s in named[:_NAMED]
+        )
+        more = f" and {len(rest)} more, {format_bytes(sum(rest))}"
+        return text + more if rest else text
 
 
 def kernel_workspaces(backend: Backend, graph: Graph) -> dict[str, int]:

@@ -349,7 +349,12 @@ class KernelResults:
         with mode:
             results = corrected(function, given[0], results)
             if function is torch.ops.aten.mkldnn_rnn_layer_backward.default:
-                results = _apart(results)
+                # The model returns both gradients of biases as one tensor.
+                places = list(map(storage_of, results))
+                results = tuple(
+                    torch.empty_like(t) if place in places[:i] else t
+                    for i, (t, place) in enumerate(zip(results, places, strict=True))
+                )
         seen = self._seen.get(function)
         if seen is None or (layouts := seen.get(_key(*given))) is None:
             return results
@@ -362,15 +367,6 @@ class KernelResults:
                     for k, value in enumerate(results)
                 ]
             )
-
-
-def _apart(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Separate an LSTM's bias gradients, which the model returns as one tensor."""
-    places = list(map(storage_of, results))
-    return tuple(
-        torch.empty_like(t) if place in places[:i] else t
-        for i, (t, place) in enumerate(zip(results, places, strict=True))
-    )
 
 
 def _key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

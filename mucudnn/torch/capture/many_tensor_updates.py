@@ -218,7 +218,9 @@ class Merger:
         for node in nodes:
             waits = (level.get(n.name, -1) for n in before[node.name])
             at = level[node.name] = 1 + max(waits, default=-1)
-            member = self._member(node)
+            call = self.calls[node.name]
+            args, kwargs = named((call.args, dict(call.kwargs)), node.inputs)
+            member = _Member(node, args, kwargs, in_place=bool(node.mutates))
             key = self._key(member)
             if key is None:
                 alone.setdefault(at, []).append(node)
@@ -232,11 +234,6 @@ class Merger:
             found += alone.get(at, ())
             found += map(self._joined, groups.get(at, {}).values())
         return found
-
-    def _member(self, node: Node) -> _Member:
-        call = self.calls[node.name]
-        args, kwargs = named((call.args, dict(call.kwargs)), node.inputs)
-        return _Member(node, args, kwargs, in_place=bool(node.mutates))
 
     def _overwriting(self, member: _Member, made: set[str]) -> _Member:
         """Have a result overwrite an operand of updates that nothing else reads."""

@@ -276,15 +276,11 @@ CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 def shown(value: Any) -> str:
     """Return a value as a message shows it, in few characters."""
     try:
-        return _shown(value)
+        if isinstance(value, torch.Tensor):
+            return f"a tensor of shape {tuple(value.shape)}"
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
+            return f"a {type(value).__name__} with tensors"
+        text = repr(value)
+        return text if len(text) < 40 else f"{text[:37]}..."
     except RecursionError:
         return f"a {type(value).__name__}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
-        return f"a {type(value).__name__} with tensors"
-    text = repr(value)
-    return text if len(text) < 40 else f"{text[:37]}..."

@@ -67,7 +67,14 @@ class Batch:
         for leaf in flat:
             if isinstance(leaf, torch.Tensor):
                 check_tensor("the batch", leaf)
-                _check_class(leaf)
+                kind = type(leaf)
+                own = kind.__module__.partition(".")[0] != "torch"
+                if own or issubclass(kind, torch.nn.Parameter):
+                    raise UnsupportedError(
+                        f"the batch has a {kind.__name__}, which a captured model sees "
+                        "as a plain tensor; pass "
+                        "tensor.detach().as_subclass(torch.Tensor)"
+                    )
             elif not isinstance(leaf, _DECIDED):
                 raise TypeError(
                     f"the batch has a {type(leaf).__name__}; it must contain tensors "
@@ -179,16 +186,6 @@ def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return model(*several, **kwargs)
         case one:
             return model(one, **kwargs)
-
-
-def _check_class(tensor: torch.Tensor) -> None:
-    kind = type(tensor)
-    own = kind.__module__.partition(".")[0] != "torch"
-    if own or issubclass(kind, torch.nn.Parameter):
-        raise UnsupportedError(
-            f"the batch has a {kind.__name__}, which a captured model sees as a plain "
-            "tensor; pass tensor.detach().as_subclass(torch.Tensor)"
-        )
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:

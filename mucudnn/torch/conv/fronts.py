@@ -93,7 +93,8 @@ class ConvolutionChoice:
 
 def with_fronts(lowered: Lowered, known: Profile, tuner: Tuner) -> Profile:
     """Return a graph's profile, `known` as PyTorch runs it, with measured fronts."""
-    nodes = _convolution_nodes(lowered)
+    found = {n.name: ConvolutionNode.of(lowered, n) for n in lowered.graph.nodes}
+    nodes = {name: node for name, node in found.items() if node is not None}
     if not nodes:
         return known
     distinct = {node.key: node for node in nodes.values()}
@@ -108,11 +109,6 @@ def with_fronts(lowered: Lowered, known: Profile, tuner: Tuner) -> Profile:
         workspaces={name: nbytes for name, nbytes in scratch if name not in fronts},
         fronts=fronts,
     )
-
-
-def _convolution_nodes(lowered: Lowered) -> "Mapping[str, ConvolutionNode]":
-    found = {n.name: ConvolutionNode.of(lowered, n) for n in lowered.graph.nodes}
-    return {name: node for name, node in found.items() if node is not None}
 
 
 _Candidate = tuple[ConvPlan, Callable[[], Callable[[], object]]]

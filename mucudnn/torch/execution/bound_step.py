@@ -394,9 +394,10 @@ class Half:
             del args[i]
         # A graph that is kept runs backward again, with what this run overwrites.
         if self.own and graph_is_kept():
-            copies = _clone_with_storages([args[i] for i in self.own])
-            for i, copied in zip(self.own, copies, strict=True):
-                args[i] = copied
+            storages = {storage_of(args[i]): args[i] for i in self.own}
+            copies = {key: bytes_of(tensor).clone() for key, tensor in storages.items()}
+            for i in self.own:
+                args[i] = Layout.of(args[i]).view_of(copies[storage_of(args[i])])
         results = self.segment.run(args)
         for i in self.filled:
             results.insert(i, None)
@@ -421,10 +422,3 @@ def runner_of(
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def _clone_with_storages(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the same layouts in copies of their storages."""
-    storages = {storage_of(t): t for t in tensors}
-    copies = {key: bytes_of(tensor).clone() for key, tensor in storages.items()}
-    return [Layout.of(t).view_of(copies[storage_of(t)]) for t in tensors]

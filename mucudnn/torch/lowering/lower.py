@@ -91,7 +91,13 @@ class _Lowering:
             case "placeholder":
                 self._placeholder(node)
             case "get_attr":
-                self._constant(node)
+                value = operator.attrgetter(node.target)(self._module)
+                if isinstance(value, torch.Tensor):
+                    name = self._declare(node.name, value, Role.STATE, ())
+                    self._constants[name] = value
+                    self._values[node] = Named(name)
+                else:
+                    self._values[node] = value
             case "output":
                 self._results = tuple(pytree.tree_leaves(self._resolved(node.args[0])))
             case _ if node.target is operator.getitem:
@@ -151,15 +157,6 @@ class _Lowering:
             name = self._declare(node.name, value, Role.STATE, ())
         self._inputs.append(name)
         self._values[node] = Named(name)
-
-    def _constant(self, node: torch.fx.Node) -> None:
-        value = operator.attrgetter(node.target)(self._module)
-        if isinstance(value, torch.Tensor):
-            name = self._declare(node.name, value, Role.STATE, ())
-            self._constants[name] = value
-            self._values[node] = Named(name)
-        else:
-            self._values[node] = value
 
     def _operation(self, node: torch.fx.Node) -> None:
         value = node.meta.get("val")

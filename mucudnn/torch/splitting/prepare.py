@@ -471,7 +471,13 @@ class ShapeOperands(GraphRewriter):
         convolution = node.op == _CONVOLUTION
         of_images = node.op in _POOLS or (convolution and call.results == (0,))
         if of_images and self._reads_shape_alone(node, call):
-            self._without_image(node, call)
+            sizes = self.layouts[node.inputs[call.args[_IMAGE].index]].shape
+            others = *call.args[:_IMAGE], *call.args[_IMAGE + 1 :]
+            inputs, args = renumbered(node, others)
+            self.calls[node.name] = ShapedGradient(call.function, sizes, args).call(
+                call
+            )
+            self.nodes.append(replace(node, inputs=inputs))
         elif convolution and call.results == (1, 2) and call.args[_TRANSPOSED] is True:
             self._separate_bias(node, call)
         else:
@@ -484,13 +490,6 @@ class ShapeOperands(GraphRewriter):
         if not isinstance(image, Operand) or image in others:
             return False
         return _is_contiguous(self.layouts[node.inputs[image.index]])
-
-    def _without_image(self, node: Node, call: Call) -> None:
-        sizes = self.layouts[node.inputs[call.args[_IMAGE].index]].shape
-        others = *call.args[:_IMAGE], *call.args[_IMAGE + 1 :]
-        inputs, args = renumbered(node, others)
-        self.calls[node.name] = ShapedGradient(call.function, sizes, args).call(call)
-        self.nodes.append(replace(node, inputs=inputs))
 
     def _separate_bias(self, node: Node, call: Call) -> None:
         """Write the gradients of filters and of a bias as two nodes."""
