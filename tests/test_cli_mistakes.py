@@ -52,6 +52,7 @@ memory lenet --json - --trace - | both write -
 memory lenet --report a --trace a | both write a
 memory lenet --recording . | cannot be read
 memory lenet --device cpu --split 2 | is for estimated devices
+memory lenet --split ٣ | is not auto, none, height
 memory lenet --device abacus | 'abacus'
 memory lenet --device h20 | unknown device 'h20'; did you mean 'h200'?; choose one of
 memory lenet --tier tape:1 | 'tape:1'; choose host, disk:FOLDER or peer:DEVICE
@@ -105,6 +106,7 @@ train digits --workspace-limit some | some
 train digits --placement pool | 'pool' is not one of
 train digits --backend null --placement virtual | cannot map memory
 train digits --split auto | --split auto needs --budget
+train digits --shares ٣,1 | is not auto, equal, or numbers
 train lenet --disk . | --disk needs --budget
 train lenet --policy keep_all | --policy needs --budget
 train lenet --policy rubbish | rubbish

@@ -13,6 +13,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,12 @@ def image_size(text: str) -> tuple[int, ...]:
 
 def split_of(text: str) -> str | int:
     """Parse `auto`, `none`, a number of parts, `height`, or `height:TILES`."""
-    number = text.removeprefix("height:")
-    if number.isdecimal() and 0 < int(number) <= MOST_IMAGES:
-        return text if number != text else int(number)
     if text in ("auto", "none", "height"):
         return text
+    number = text.removeprefix("height:")
+    with suppress(ValueError):
+        parts = parse_integer(number, least=1, most=MOST_IMAGES)
+        return parts if number == text else f"height:{parts}"
     raise click.BadParameter(
         f"{text!r} is not auto, none, height, height:TILES or a number of parts"
     )

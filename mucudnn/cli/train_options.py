@@ -20,7 +20,7 @@ from mucudnn.ir.optimizers import (
     parse_learning_rate,
     parse_optimizer,
 )
-from mucudnn.ir.sizes import LARGEST
+from mucudnn.ir.sizes import LARGEST, parse_integer
 
 if TYPE_CHECKING:
     from mucudnn.cli.train_data import Work
@@ -55,9 +55,8 @@ def parse_shares(text: str) -> str | tuple[int, ...]:
     """Parse `auto`, `equal`, or numbers such as `9,3`."""
     if text in (AUTO, EQUAL):
         return text
-    words = text.split(",")
-    if all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        return tuple(map(int, words))
+    with suppress(ValueError):
+        return tuple(parse_integer(word, least=1) for word in text.split(","))
     raise click.BadParameter(
         f"{text!r} is not auto, equal, or numbers of samples such as 9,3"
     )
