@@ -163,6 +163,24 @@ def cached():
     return Cached(), functional.cross_entropy, batch
 
 
+class RandomDepth(nn.Module):
+    """Two branches that are left out of samples at random, with the same rate."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        kept = [x.new_empty(len(x), 1).bernoulli_(0.8) for _ in range(2)]
+        return self.second((x + self.first(x) * kept[0]) * kept[1])
+
+
+def random_depth():
+    torch.manual_seed(0)
+    batch = torch.randn(32, 16), torch.randint(0, 5, (32,))
+    return RandomDepth(), functional.cross_entropy, batch
+
+
 def case(name):
     torch.manual_seed(0)
     return QUICK[name]()
@@ -325,7 +343,7 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
 
 
 @pytest.mark.parametrize(
-    "made", [cached, *(partial(case, name) for name in OF_FUNCTIONS)]
+    "made", [cached, random_depth, *(partial(case, name) for name in OF_FUNCTIONS)]
 )
 def test_what_functions_read_and_return_is_known(made):
     expected = compiled(made, sgd)

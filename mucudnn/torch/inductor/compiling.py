@@ -68,16 +68,17 @@ SETTINGS: Mapping[str, Any] = {
 
 # Inductor draws `bernoulli` in place, in a copy that its scheduler may let others read
 # before. This operator returns a new tensor, drawn in memory order, of a size and
-# stride. The tensor that it takes only tells where it runs.
+# stride. The tensor that it takes only tells where it runs, and the number keeps the
+# partitioner from drawing once for two equal draws: it knows PyTorch's operators only.
 LIBRARY.define(
-    "bernoulli(Tensor at, int[] size, int[] stride, float p, ScalarType dtype) -> "
-    "Tensor",
+    "bernoulli(Tensor at, int[] size, int[] stride, float p, ScalarType dtype, "
+    "int number) -> Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 
 
 def _drawn(
-    at: torch.Tensor, size: Any, stride: Any, p: float, dtype: torch.dtype
+    at: torch.Tensor, size: Any, stride: Any, p: float, dtype: torch.dtype, number: int
 ) -> torch.Tensor:
     made = torch.empty_strided(size, stride, dtype=dtype, device=at.device)
     return made if made.is_meta else made.bernoulli_(p)
@@ -212,14 +213,15 @@ def traced_joint(
         node._rename(f"primals_{i + 1}" if number < 0 else f"tangents_{number + 1}")
         node.target = node.name
     drawn = torch.ops.aten.bernoulli.p
-    for node in module.graph.find_nodes(op="call_function", target=drawn):
+    draws = module.graph.find_nodes(op="call_function", target=drawn)
+    for number, node in enumerate(draws):
         like, p = node.args
         value = like.meta["val"]
         size, stride = list(value.shape), list(value.stride())
         node.target = torch.ops.mucudnn.bernoulli.default
         if not all(isinstance(n, int) for n in (*size, *stride)):
             raise NotCompiledError("random numbers are drawn for a size that differs")
-        node.args = placeholders[len(sizes)], size, stride, p, value.dtype
+        node.args = placeholders[len(sizes)], size, stride, p, value.dtype, number
         if like.op == "call_function" and not like.users:
             module.graph.erase_node(like)
     module.recompile()
