@@ -93,6 +93,27 @@ class Node:
         return (*self.inputs, *self.outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A forward result that the backward pass reads.
+
+    Attributes:
+        name: Name of the tensor.
+        nbytes: Size of the tensor.
+        producer: Node that computes the tensor.
+        first: Position of the producer among the graph's nodes.
+        last: Position of the last forward use.
+        again: Position of the first backward use.
+    """
+
+    name: str
+    nbytes: int
+    producer: Node
+    first: int
+    last: int
+    again: int
+
+
 @dataclass(frozen=True)
 class Graph:
     """A sequence of nodes, in execution order, over named tensors.
@@ -254,6 +275,25 @@ class Graph:
         borrowed = (spec.name for spec in self.with_role(Role.BORROWED))
         return frozenset(self.storages[name] for name in (*results, *borrowed))
 
+    @cached_property
+    def saved(self) -> tuple[Saved, ...]:
+        """Forward results that backward nodes read, in order of production."""
+        found = []
+        is_forward = [node.phase is Phase.FORWARD for node in self.nodes]
+        for i, node in enumerate(self.nodes):
+            for name in node.outputs if is_forward[i] else ():
+                spec = self.tensors[name]
+                if spec.alias is not None or spec.role is not Role.ACTIVATION:
+                    continue
+                # By storage: uses of a view count as uses of the viewed tensor.
+                uses = self.reads.get(name, ())
+                forward = [p for p in uses if is_forward[p]]
+                backward = [p for p in uses if not is_forward[p]]
+                if backward:
+                    last = forward[-1] if forward else i
+                    found.append(Saved(name, spec.nbytes, node, i, last, backward[0]))
+        return tuple(found)
+
     def with_aliases(
         self,
         tensors: Mapping[str, TensorSpec],
@@ -268,7 +308,7 @@ class Graph:
         """
         found = copy(self)
         # These follow from aliases; all other cached properties stay valid.
-        for name in ("storages", "reads", "overwritten", "immovable"):
+        for name in ("storages", "reads", "overwritten", "immovable", "saved"):
             found.__dict__.pop(name, None)
         object.__setattr__(found, "tensors", tensors)
         if storages is not None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from mucudnn.ir.graph import Graph, Node, Phase
+from mucudnn.ir.graph import Graph, Node, Phase, Saved
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import RECOMPUTED, Residency
-from mucudnn.ir.tensor import Role, TensorSpec
+from mucudnn.ir.tensor import TensorSpec
 from mucudnn.passes.graph.split import aliased, of_whole
 
 _MOST_MADE = 50_000
@@ -123,7 +123,7 @@ class Rematerializer:
     @cached_property
     def saved(self) -> frozenset[str]:
         """Names of the graph's saved tensors."""
-        return frozenset(tensor.name for tensor in saved_tensors(self.graph))
+        return frozenset(tensor.name for tensor in self.graph.saved)
 
     @cached_property
     def makers(self) -> Mapping[str, Node]:
@@ -433,7 +433,7 @@ def recompute_chains(graph: Graph, least_bytes: float = 0.0) -> RecomputeChains:
         least_bytes: Size below which narrow results are neglected: they end a chain
             like kept tensors.
     """
-    saved = {tensor.name: tensor for tensor in saved_tensors(graph)}
+    saved = {tensor.name: tensor for tensor in graph.saved}
     size = {name: spec.nbytes for name, spec in graph.tensors.items()}
     chains: dict[str, list[tuple[int, Node]]] = {}
     narrow: dict[str, int] = {}
@@ -491,41 +491,6 @@ def is_checkpoint(graph: Graph, tensor: str, saved: Callable[[str], bool]) -> bo
             return False
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A forward result that the backward pass reads.
-
-    Attributes:
-        name: Name of the tensor.
-        nbytes: Size of the tensor.
-        producer: Node that computes the tensor.
-        first: Position of the producer among the graph's nodes.
-        last: Position of the last forward use.
-        again: Position of the first backward use.
-    """
-
-    name: str
-    nbytes: int
-    producer: Node
-    first: int
-    last: int
-    again: int
-
-
 def saved_tensors(graph: Graph) -> tuple[Saved, ...]:
     """Return the forward results that backward nodes read, in order of production."""
-    found = []
-    is_forward = [node.phase is Phase.FORWARD for node in graph.nodes]
-    for i, node in enumerate(graph.nodes):
-        for name in node.outputs if is_forward[i] else ():
-            spec = graph.tensors[name]
-            if spec.alias is not None or spec.role is not Role.ACTIVATION:
-                continue
-            # By storage: uses of a view count as uses of the viewed tensor.
-            uses = graph.reads.get(name, ())
-            forward = [p for p in uses if is_forward[p]]
-            backward = [p for p in uses if not is_forward[p]]
-            if backward:
-                last = forward[-1] if forward else i
-                found.append(Saved(name, spec.nbytes, node, i, last, backward[0]))
-    return tuple(found)
+    return graph.saved

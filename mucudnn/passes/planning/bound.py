@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Graph, Node, Phase
-from mucudnn.passes.graph.rematerialize import recompute_chains, saved_tensors
+from mucudnn.passes.graph.rematerialize import recompute_chains
 from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.linear_program import LinearProgram, solver_errors
 from mucudnn.passes.liveness import Use, rounded, uses_of
@@ -183,7 +183,7 @@ class _Relaxation:
         """Return the first nodes of windows of about equal weight."""
         profile = self._request.profile
         weights = [self._ms[node.name] for node in self._graph.nodes]
-        for saved in saved_tensors(self._graph):
+        for saved in self._graph.saved:
             weights[saved.first] += saved.nbytes / profile.out_bytes_per_ms
             weights[saved.again] += saved.nbytes / profile.in_bytes_per_ms
         total, quota, starts = sum(weights), 1, {0, backward}

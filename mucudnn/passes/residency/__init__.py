@@ -1,7 +1,8 @@
 """Residency policies: which tensors are kept, offloaded or recomputed."""
 
+from mucudnn.ir.graph import Saved
 from mucudnn.ir.schedule import RECOMPUTED, RECOMPUTED_BACKWARD, Residency
-from mucudnn.passes.graph.rematerialize import Saved, saved_tensors
+from mucudnn.passes.graph.rematerialize import saved_tensors
 from mucudnn.passes.residency.policies import (
     EVERYTHING,
     PERSISTENTS,

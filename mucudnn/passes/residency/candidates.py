@@ -20,7 +20,6 @@ from mucudnn.passes.residency import (
     PolicyInput,
     Residency,
     Saved,
-    saved_tensors,
 )
 from mucudnn.passes.residency.policies import (
     POLICIES,
@@ -212,7 +211,7 @@ def candidates_of(step: PolicyInput) -> list[Candidate]:
     Tensors that a recomputable producer cannot restore, such as a normalisation's
     statistics, are not included.
     """
-    tensors = saved_tensors(step.graph)
+    tensors = step.graph.saved
     names = {saved.name for saved in tensors}
     found = []
     for saved in tensors:

@@ -11,19 +11,14 @@ step to the first use in the next.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
-from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
+from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase, Saved
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.schedule import Residency
 from mucudnn.ir.tensor import Role
-from mucudnn.passes.graph.rematerialize import (
-    Saved,
-    is_checkpoint,
-    recompute_ms,
-    saved_tensors,
-)
+from mucudnn.passes.graph.rematerialize import is_checkpoint, recompute_ms
 from mucudnn.passes.registry import ALL, Strategies, name_of
 
 EVERYTHING = "*"
@@ -101,7 +96,7 @@ def _offload_inputs(graph: Graph, *, convolutions_only: bool) -> dict[str, Resid
     nodes = enumerate(graph.nodes)
     # The classifier and all behind it is left alone, as in vDNN.
     classifier = next((i for i, n in nodes if _classifies(n)), len(graph.nodes))
-    for saved in saved_tensors(graph):
+    for saved in graph.saved:
         mine = readers.get(saved.name, [])
         if convolutions_only:
             chosen = any(node.traits.convolution for node in mine)
@@ -140,17 +135,14 @@ def _superneurons(
     step: PolicyInput, once: Callable[[int, int], bool]
 ) -> dict[str, Residency]:
     graph = step.graph
-    tensors = saved_tensors(graph)
+    tensors = graph.saved
     names = {graph.storages[saved.name] for saved in tensors}
 
     def is_saved(name: str) -> bool:
         return graph.storages[name] in names
 
     # The largest working set of a node is what a segment is compared with.
-    most = max(
-        sum(graph.tensors[s].nbytes for s in {graph.storages[t] for t in node.tensors})
-        for node in graph.nodes
-    )
+    most = _largest_working_set(graph, graph.tensors)
     found = dict.fromkeys(passing_block_ends(graph), Residency.OFFLOAD)
     segments: dict[str, list[Saved]] = {}
     for saved in tensors:
@@ -177,7 +169,7 @@ def _head(graph: Graph, tensor: str) -> str:
 
 def lru(step: PolicyInput) -> Mapping[str, Residency]:
     """Offload any saved tensor that has no room (SuperNeurons' tensor cache)."""
-    return {saved.name: Residency.OFFLOAD for saved in saved_tensors(step.graph)}
+    return {saved.name: Residency.OFFLOAD for saved in step.graph.saved}
 
 
 def paging(step: PolicyInput) -> Mapping[str, Residency]:
@@ -198,7 +190,7 @@ def cost_based(step: PolicyInput) -> Mapping[str, Residency]:
     faster.
     """
     graph, profile = step.graph, step.profile
-    tensors = saved_tensors(graph)
+    tensors = graph.saved
     clock = [0.0, *itertools.accumulate(profile.node_ms[n.name] for n in graph.nodes)]
     names = {saved.name for saved in tensors}
     total = sum(saved.nbytes for saved in tensors)
@@ -223,18 +215,19 @@ def cost_based(step: PolicyInput) -> Mapping[str, Residency]:
 def _kept_bytes(step: PolicyInput) -> float:
     """Return the bytes left for saved tensors beside the largest working set."""
     graph = step.graph
-    persistent = {spec.name: spec.nbytes for spec in graph.with_role(*PERSISTENT)}
     hosted = step.hosted or frozenset()
-    resident = sum(n for name, n in persistent.items() if name not in hosted)
-    most = max(
-        sum(
-            graph.tensors[s].nbytes
-            for s in {graph.storages[t] for t in node.tensors}
-            if s not in persistent or s in hosted
-        )
-        for node in graph.nodes
-    )
-    return max(0.0, step.budget - resident - most)
+    resident = [s for s in graph.with_role(*PERSISTENT) if s.name not in hosted]
+    others = graph.tensors.keys() - {spec.name for spec in resident}
+    fixed = sum(spec.nbytes for spec in resident)
+    return max(0.0, step.budget - fixed - _largest_working_set(graph, others))
+
+
+def _largest_working_set(graph: Graph, counted: Container[str]) -> int:
+    """Return the most bytes of these storages that one node uses."""
+    size = {n: t.nbytes if n in counted else 0 for n, t in graph.tensors.items()}
+    storage = graph.storages.__getitem__
+    used = ({*map(storage, node.tensors)} for node in graph.nodes)
+    return max(sum(map(size.__getitem__, storages)) for storages in used)
 
 
 # Checkpointing, as it is done by hand for deep models.
@@ -266,7 +259,7 @@ def selective_checkpointing(step: PolicyInput) -> Mapping[str, Residency]:
 
     This is the default of operator-level selective checkpointing in PyTorch.
     """
-    saved = saved_tensors(step.graph)
+    saved = step.graph.saved
     kept = frozenset(s.name for s in saved if s.producer.traits.expensive)
     return _checkpointed(step, kept, Residency.KEEP)
 
@@ -276,7 +269,7 @@ def checkpoint_some_blocks(step: PolicyInput) -> Mapping[str, Residency]:
     ends = block_ends(step.graph)
     found = _checkpointed(step, ends, Residency.KEEP)
     blocks: list[list[Saved]] = [[]]
-    for saved in saved_tensors(step.graph):
+    for saved in step.graph.saved:
         blocks[-1].append(saved)
         if saved.name in ends:
             blocks.append([])
@@ -301,8 +294,8 @@ def knapsack(step: PolicyInput) -> Mapping[str, Residency]:
     """
     graph, profile = step.graph, step.profile
     everything = _checkpointed(step, frozenset(), Residency.KEEP)
-    tensors = [s for s in saved_tensors(graph) if s.name in everything]
-    names = {saved.name for saved in saved_tensors(graph)}
+    tensors = [s for s in graph.saved if s.name in everything]
+    names = {saved.name for saved in graph.saved}
     most = largest = 0
     # The results between two block ends are recomputed together.
     ends = block_ends(graph)
@@ -327,7 +320,7 @@ def knapsack(step: PolicyInput) -> Mapping[str, Residency]:
 
 def block_ends(graph: Graph) -> frozenset[str]:
     """Return the results of blocks; see above."""
-    saved = [s.name for s in saved_tensors(graph)]
+    saved = [s.name for s in graph.saved]
     if joins := [name for name in saved if joins_branches(graph, name)]:
         return frozenset(joins)
     # Operations of other frameworks do not say that they join branches.
@@ -357,7 +350,7 @@ def passing_block_ends(graph: Graph) -> list[str]:
     Residual sums in low precision are such. Unless they stay or are offloaded, whatever
     is recomputed from them is recomputed from the step's first node on.
     """
-    fixed = graph.immovable | {saved.name for saved in saved_tensors(graph)}
+    fixed = graph.immovable | {saved.name for saved in graph.saved}
     return sorted(block_ends(graph) - fixed)
 
 
@@ -384,7 +377,7 @@ def _checkpointed(
         for name in graph.tensors
         if name in ends and name not in graph.immovable
     }
-    for saved in saved_tensors(graph):
+    for saved in graph.saved:
         node = saved.producer
         if saved.name not in ends and node.recomputable and node.remakes(saved.name):
             found[saved.name] = Residency.RECOMPUTE
