@@ -374,16 +374,18 @@ def _difference(tensor: torch.Tensor, expected: Layout) -> str:
 def _scratch(
     meter: CpuMeter | CudaMeter, lowered: Lowered, ones: Mapping[Any, Node]
 ) -> dict[Any, int]:
-    """Return the most bytes that each node has in use beyond its results."""
+    """Return the most bytes that each node has in use beyond its new tensors."""
 
     def prepared(node: Node) -> Callable[[], object]:
-        return partial(evaluate, lowered.calls[node.name], operands_of(lowered, node))
+        return partial(
+            evaluate, _call_in_place(lowered, node), operands_of(lowered, node)
+        )
 
     most = meter.most_bytes([partial(prepared, node) for node in ones.values()])
     tensors = lowered.graph.tensors
     found = {}
     for (key, node), nbytes in zip(ones.items(), most, strict=True):
-        new = (t for t in node.outputs if node.mutates or tensors[t].alias is None)
+        new = (t for t in node.outputs if tensors[t].alias is None)
         found[key] = max(0, nbytes - sum(tensors[name].nbytes for name in new))
     return found
 
@@ -418,7 +420,7 @@ def allocations_of_nodes(
 def _pieces(lowered: Lowered, node: Node) -> list[tuple[int, int]]:
     """Run a node on CUDA, and return in which order it allocates."""
     outputs: list[torch.Tensor] = []
-    call, operands = lowered.calls[node.name], operands_of(lowered, node)
+    call, operands = _call_in_place(lowered, node), operands_of(lowered, node)
     events: list[tuple[int, int]] = []
     alive: dict[int, int] = {}
     for place, nbytes in internals.allocations_of(
