@@ -181,6 +181,26 @@ def random_depth():
     return RandomDepth(), functional.cross_entropy, batch
 
 
+class Drawing(nn.Module):
+    """Numbers of several distributions, some of them for images channels last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        images = self.first(x).view(-1, 4, 2, 2).to(memory_format=torch.channels_last)
+        factors = torch.empty_like(images).exponential_() * torch.randn_like(images)
+        images = functional.dropout(images, 0.2) * factors
+        return self.second(torch.normal(images.flatten(1), torch.rand(len(x), 16)))
+
+
+def drawing():
+    torch.manual_seed(0)
+    batch = torch.randn(8, 16), torch.randint(0, 5, (8,))
+    return Drawing(), functional.cross_entropy, batch
+
+
 def case(name):
     torch.manual_seed(0)
     return QUICK[name]()
@@ -553,8 +573,13 @@ def test_clipping_scaling_casts_and_own_updates_are_those_of_a_compiled_loop(kin
     assert all(map(torch.equal, found.state, expected.state))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("made", [branches, noisy])
+@pytest.mark.parametrize(
+    "made",
+    [
+        drawing,
+        *(pytest.param(made, marks=pytest.mark.slow) for made in (branches, noisy)),
+    ],
+)
 def test_a_compiled_step_with_dropout_is_verified_against_eager_mode(made):
     # A difference from eager mode would raise VerificationError.
     _, step = planned(made, sgd, verify=1)

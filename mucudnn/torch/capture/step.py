@@ -97,6 +97,7 @@ class CapturedStep:
             a scaler an empty name, for whether some entry is not finite. Else None.
         updates_many: Whether eager mode updates many tensors by one call.
         sharding: The ranks that make the step together, if there are several.
+        as_compiled: Whether operations are those that `torch.compile` traces.
     """
 
     module: torch.fx.GraphModule
@@ -112,6 +113,7 @@ class CapturedStep:
     gradients: Sequence[str] | None = None
     updates_many: bool = False
     sharding: Sharding | None = None
+    as_compiled: bool = False
 
 
 _BACKWARD = torch.autograd.backward
@@ -266,6 +268,7 @@ def _trace(
         None if settings.recorded else tuple(tracer.left),
         settings.recorded and updates_many(optimizer),
         sharding,
+        tracer.as_compiled,
     )
 
 

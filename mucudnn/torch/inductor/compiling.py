@@ -67,25 +67,37 @@ SETTINGS: Mapping[str, Any] = {
 
 
 # Inductor draws `bernoulli` in place, in a copy that its scheduler may let others read
-# before. This operator returns a new tensor, drawn in memory order, of a size and
-# stride. The tensor that it takes only tells where it runs, and the number keeps the
+# before, and draws what eager mode draws (`fallback_random`) in the order of a layout
+# that it chooses. This operator returns a new tensor, drawn in memory order, of a size
+# and stride. The tensor that it takes only tells where it runs, and the count keeps the
 # partitioner from drawing once for two equal draws: it knows PyTorch's operators only.
 LIBRARY.define(
-    "bernoulli(Tensor at, int[] size, int[] stride, float p, ScalarType dtype, "
-    "int number) -> Tensor",
+    "draw(Tensor at, int[] size, int[] stride, str kind, Scalar[] numbers, "
+    "ScalarType dtype, int count) -> Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 
+_DRAWS: Mapping[Any, str] = {
+    torch.ops.aten.bernoulli.p: "bernoulli_",
+    torch.ops.aten.rand_like.default: "uniform_",
+    torch.ops.aten.randn_like.default: "normal_",
+    torch.ops.aten.normal_functional.default: "normal_",
+    **{
+        getattr(torch.ops.aten, name).default: f"{name}_"
+        for name in ("uniform", "exponential", "geometric", "log_normal", "cauchy")
+    },
+}
+"""Operations that draw a tensor like their first argument, and the method to do so."""
 
-def _drawn(
-    at: torch.Tensor, size: Any, stride: Any, p: float, dtype: torch.dtype, number: int
-) -> torch.Tensor:
+
+def _draw(at: torch.Tensor, *given: Any) -> torch.Tensor:
+    size, stride, kind, numbers, dtype, _ = given
     made = torch.empty_strided(size, stride, dtype=dtype, device=at.device)
-    return made if made.is_meta else made.bernoulli_(p)
+    return made if made.is_meta else getattr(made, kind)(*numbers)
 
 
-LIBRARY.impl("bernoulli", _drawn, "CompositeExplicitAutograd")
-LIBRARY.impl("bernoulli", _drawn, "Meta")
+LIBRARY.impl("draw", _draw, "CompositeExplicitAutograd")
+LIBRARY.impl("draw", _draw, "Meta")
 
 
 @dataclass(frozen=True)
@@ -212,16 +224,19 @@ def traced_joint(
         number = i - len(given) + gradients
         node._rename(f"primals_{i + 1}" if number < 0 else f"tangents_{number + 1}")
         node.target = node.name
-    drawn = torch.ops.aten.bernoulli.p
-    draws = module.graph.find_nodes(op="call_function", target=drawn)
-    for number, node in enumerate(draws):
-        like, p = node.args
-        value = like.meta["val"]
+    draws = [node for node in module.graph.nodes if node.target in _DRAWS]
+    for count, node in enumerate(draws):
+        like, *numbers = node.args
+        order = node.kwargs.get("memory_format") or torch.preserve_format
+        dtype = node.meta["val"].dtype
+        # PyTorch's own model of the operation may have other strides.
+        value = torch.empty_like(like.meta["val"], dtype=dtype, memory_format=order)
         size, stride = list(value.shape), list(value.stride())
-        node.target = torch.ops.mucudnn.bernoulli.default
         if not all(isinstance(n, int) for n in (*size, *stride)):
             raise NotCompiledError("random numbers are drawn for a size that differs")
-        node.args = placeholders[len(sizes)], size, stride, p, value.dtype, number
+        drawn = size, stride, _DRAWS[node.target], numbers, dtype, count
+        node.args, node.kwargs = (placeholders[len(sizes)], *drawn), {}
+        node.target = torch.ops.mucudnn.draw.default
         if like.op == "call_function" and not like.users:
             module.graph.erase_node(like)
     module.recompile()

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch._inductor import config
 from torch.utils import _pytree as pytree
 
 from mucudnn.ir.graph import Graph, Node, Phase
@@ -513,8 +514,11 @@ def lower_step(
     """
     kernels, made = KernelGraph(tuned, sizes), dict[torch.fx.Node, str]()
     passes = _passes_of(captured, own)
-    for both in passes:
-        made.update(lower_passes(both, kernels, made))
+    # A step of eager mode's operations draws its random numbers, in its order.
+    draws = {} if captured.as_compiled else {"fallback_random": True}
+    with config.patch(draws):
+        for both in passes:
+            made.update(lower_passes(both, kernels, made))
     rest = lower(_rest(captured, passes, made, kernels), lambda _: Phase.UPDATE)
     count = len(captured.names)
     rest = compile_updates(rest, rest.inputs[:count], captured.backward, sizes)
