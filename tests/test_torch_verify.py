@@ -182,6 +182,21 @@ def test_rounding_is_allowed_where_steps_are_rounded(optimizer_of):
     assert len(set(losses)) == 3
 
 
+def test_only_the_size_of_what_is_rounding_alone_is_checked(monkeypatch):
+    """The bias before a batch norm has a gradient of 0, whose noise is squared."""
+    model, loss_fn, batch = build("cnn")
+    optimizer = optim.RMSprop(model.parameters(), 1e-4)
+    step = mt.train_step(model, loss_fn, optimizer, cache=None, split=2, verify=1)
+    step(*batch)
+    squares = [state["square_avg"] for state in optimizer.state.values()]
+    noise = min(squares, key=lambda square: square.max())
+    factors = iter((10, 1e4))
+    run_wrongly(monkeypatch, lambda _: noise.mul_(next(factors)))
+    step(*batch)
+    with pytest.raises(VerificationError, match="square_avg"):
+        step(*batch)
+
+
 class Solving(nn.Module):
     def __init__(self):
         super().__init__()

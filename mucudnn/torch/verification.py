@@ -33,7 +33,11 @@ _ROUNDING = {
 """How much parameters and batch are changed to measure what rounding does."""
 
 _SLACK = 8
-"""How many times the measured difference is allowed."""
+"""How many times the measured difference is allowed.
+
+Its square is allowed where an eighth of the largest value differs: where only rounding
+is left, as of a gradient of 0, which RMSprop squares, its size differs, too.
+"""
 
 _HOLDERS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
 _MISSING = "nothing"
@@ -222,8 +226,9 @@ def _allowed(wanted: Any, noisy: Any) -> float:
     """Return by how much a value may differ, given its value after `_perturb`."""
     if not isinstance(wanted, torch.Tensor) or not wanted.is_floating_point():
         return float(_SLACK * _gap(wanted, noisy))
-    least = float(torch.finfo(wanted.dtype).eps) * _largest(wanted)
-    return _SLACK * (_gap(wanted, noisy) + least)
+    largest, gap = _largest(wanted), _gap(wanted, noisy)
+    slack = _SLACK if _SLACK * gap < largest else _SLACK**2
+    return slack * (gap + float(torch.finfo(wanted.dtype).eps) * largest)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
