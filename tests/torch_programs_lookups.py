@@ -12,6 +12,7 @@ import datetime
 import enum
 import functools
 import importlib
+import logging
 import os
 import pathlib
 import random
@@ -35,6 +36,7 @@ SCALES = types.ModuleType("tests_scales")
 SCALES.__file__ = str(pathlib.Path(__file__).with_name("tests_scales.py"))
 SCALES.now = 1.0  # type: ignore[attr-defined]
 FOLDER = pathlib.Path(tempfile.mkdtemp())
+LOG = logging.getLogger("tests.lookups")
 
 
 READS = """
@@ -238,6 +240,86 @@ object_behind_a_proxy
     | kept = Plain(); proxies = [weakref.proxy(kept)] | out * proxies[0].zoom
     | kept.zoom = 3.0
 """)
+
+
+# --- objects of libraries
+
+
+def logs(level: int, *handlers: logging.Handler) -> None:
+    LOG.setLevel(level)
+    LOG.parent.setLevel(logging.WARNING)  # type: ignore[union-attr]
+    LOG.handlers[:] = handlers
+
+
+reads("""
+polynomial_of_numpy
+    | held = np.poly1d([1.0, 2.0]) | out * float(held(2.0)) | held.coeffs[0] = 3.0
+function_made_by_numpy
+    | held = np.vectorize(lambda v: v * 2) | out * float(held(1.0))
+    | held.pyfunc = lambda v: v * 5
+iterator_of_numpy
+    | held = np.nditer(np.arange(1.0, 9.0)) | out * float(next(held)) |
+    | changes_in_step
+flat_view_of_numpy
+    | held = np.arange(1.0, 9.0).flat | out * held[0] | held[0] = 4.0
+semaphore | held = threading.Semaphore(2) | out * held._value | held.acquire()
+lock | held = threading.Lock() | out * (3 if held.locked() else 1) | held.acquire()
+state_of_a_partial_function
+    | held = functools.partial(max, 1.0) | out * held(0.5)
+    | held.__setstate__((max, (4.0,), {}, None))
+seed_of_a_generator
+    | held = torch.Generator().manual_seed(1) | out * held.initial_seed()
+    | held.manual_seed(3)
+level_of_a_logger
+    | logs(30) | LOG.debug(""); out * (3 if LOG.isEnabledFor(10) else 1)
+    | LOG.setLevel(10) | is_planned
+level_of_a_logger_above
+    | logs(0); LOG.parent.setLevel(40) | out * LOG.getEffectiveLevel()
+    | LOG.parent.setLevel(30)
+level_of_a_logger_asked_for
+    | logs(30) | out * logging.getLogger("tests.lookups").level | LOG.setLevel(10)
+level_of_all_loggers
+    | logs(0); level = logging.root.level | out * logging.getLogger().level
+    | logging.root.setLevel(level + 1)
+handlers_of_a_logger
+    | logs(0); held = logging.NullHandler() | out * (3 if held in LOG.handlers else 1)
+    | logs(0, held)
+""")
+
+
+# --- numbers and tensors that a capture has others for
+
+reads("""
+number_of_a_tensor_is_a_float
+    | | value = out.mean().item(); out * (2 if isinstance(value, float) else 3)
+    | | is_planned
+numbers_of_a_tensor_are_floats
+    | | values = out.mean(1).tolist()
+    ; out * (2 if all(isinstance(value, float) for value in values) else 3)
+    | | is_planned
+type_of_a_number_of_a_tensor
+    | | value = out.mean().item(); out * (2 if type(value) is float else 3)
+""")
+
+
+@PROGRAMS
+def identity_of_the_batch() -> Training:
+    training = trained(perceptron())
+    scales = {id(training.batches[1][1]): 3.0}
+    training.loss_fn = lambda y, t: (
+        functional.cross_entropy(y, t) * scales.get(id(t), 1.0)
+    )
+    return training
+
+
+@PROGRAMS
+def table_by_the_batch() -> Training:
+    training = trained(perceptron())
+    scales = {training.batches[1][1]: 3.0}
+    training.loss_fn = lambda y, t: (
+        functional.cross_entropy(y, t) * (3.0 if t in scales else 1.0)
+    )
+    return training
 
 
 # --- descriptors

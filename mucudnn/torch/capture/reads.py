@@ -92,12 +92,13 @@ _STILL = (
     slice, range, enum.Enum, re.Pattern, datetime.date, datetime.time,
     datetime.timedelta, datetime.tzinfo, decimal.Decimal, np.dtype, np.generic,
     operator.attrgetter, operator.itemgetter, operator.methodcaller, np.ufunc, super,
+    type(np.mean), torch.dtype, torch.device, torch.layout, torch.memory_format,
     types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.WrapperDescriptorType, types.MethodDescriptorType, types.GenericAlias,
     types.ClassMethodDescriptorType, types.UnionType,
     collections._tuplegetter,  # type: ignore[attr-defined]  # of a named tuple
     types.FrameType, types.TracebackType, type(threading.Lock()),
-    type(threading.RLock()), logging.Logger, logging.LoggerAdapter, logging.Handler,
+    type(threading.RLock()), logging.Handler,
 )  # fmt: skip
 """Types whose objects do not change, or whose changes cannot influence a result."""
 
@@ -109,9 +110,8 @@ _REACHES_UNSEEN = frozenset({
 in a thread that exists already: all functions count as running then."""
 
 _UNSEEN_MODULES = (
-    "torch", "pybind11_builtins", "weakref", "importlib", "_frozen_importlib", "typing",
-    "threading", "logging", "warnings", "inspect", "abc", "_weakref", "mucudnn",
-    "numpy", "_thread", "concurrent",
+    "torch", "pybind11_builtins", "importlib", "_frozen_importlib", "typing", "mucudnn",
+    "concurrent",
 )  # fmt: skip
 """Packages whose objects are not looked into: their state decides no result."""
 
@@ -135,7 +135,7 @@ _ASKS_OUTSIDE: Mapping[str, frozenset[str]] = {
     "numpy": frozenset({"fromfile", "genfromtxt", "load", "loadtxt"}),
     "numpy.random": frozenset({"RandomState", "SeedSequence", "default_rng"}),
     "random": frozenset({"Random", "SystemRandom"}),
-    "sys": frozenset({"_getframe"}),
+    "sys": frozenset({"_getframe", "getrecursionlimit"}),
     "torch": frozenset({"load"}),
 }
 """Functions of libraries that read what no note shows, by module."""
@@ -149,7 +149,7 @@ _ASKS_FILES = _ASKS_OUTSIDE[os.path.__name__] | {
 _LOOKS_ANYWHERE = (globals, locals, vars, eval, exec, open, input, __import__)
 """Builtins that reach state which no note shows."""
 
-_READS_FILES = frozenset({"read_text", "read_bytes", "fromfile", "loadtxt"})
+_READS_FILES = frozenset({"read_text", "read_bytes", "fromfile", "loadtxt", "locked"})
 """Names of methods that read what no note shows."""
 
 _STRUCTURE = frozenset(
@@ -226,6 +226,7 @@ class ReadRecorder:
             captured, or for one run only.
         writes: Where the step prints or logs; empty if it does not.
         repeats: What the function of a checkpoint changes; empty if nothing.
+        has_numbers: Whether the step has numbers that are symbols while it is captured.
         is_computing: Whether a function with a cache is computed on real tensors.
     """
 
@@ -257,7 +258,8 @@ class ReadRecorder:
         self._classes: dict[type, dict[str, Any]] = {}
         self._namespaces: list[types.ModuleType] = []
         self._reasons: list[str] = []
-        self._opaque = self._held = self._compares = ""
+        self._opaque = self._held = self._compares = self._asks_type = ""
+        self.has_numbers = bool(self._floats)
         self.in_update = False  # of the optimizer, whose groups and state are lent
         self._users: dict[type, frozenset[str]] = {}  # classes, and their attributes
         self._paused = True
@@ -397,6 +399,12 @@ class ReadRecorder:
                 f"given, by `is`{self._compares}, which a capture cannot; compare "
                 "names, or use `in` with a set"
             )
+        if self.has_numbers and self._asks_type and not self._opaque:
+            self.may_be_unread = True
+            self._opaque = (
+                f"the step asks for the type of a number{self._asks_type}, which is a "
+                "symbol during capture; use isinstance()"
+            )
         if self._opaque:
             raise UnsoundCaptureError(self._opaque)
         read = set(map(id, self._reads.values()))
@@ -487,6 +495,15 @@ class ReadRecorder:
     def take_operation(self, name: str) -> None:
         """Note what the gradient of an operation, such as "my::op", may read."""
         self._take(torch._library.custom_ops.OPDEFS.get(name), name)
+
+    def take_logger(self, logger: logging.Logger) -> None:
+        """Note what decides whether a logger writes, and to which handlers."""
+        self._note(Kind.ENTRY, vars(logger.manager), "disable", "logging.disable")
+        for name in ("level", "disabled", "parent", "propagate"):
+            label = f"{name!r} of logger {logger.name!r}"
+            self._take(self._note(Kind.ENTRY, vars(logger), name, label), label)
+        label = f"the handlers of logger {logger.name!r}"
+        self._note(Kind.CONTENTS, logger.handlers, None, label)
 
     def check_effects(self, effects: Sequence[Effect]) -> None:
         """Refuse effects that cannot be had again after a run of the captured step.
@@ -761,11 +778,9 @@ class ReadRecorder:
             self._contents(vars(value)["data"], label)
         elif isinstance(value, threading.local):
             self._contents(vars(value), label)
-        elif isinstance(value, threading.Event):
-            self._note(Kind.ENTRY, vars(value), "_flag", label)
         elif isinstance(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                self._take(part, label)
+            for part in ("func", "args", "keywords", "__dict__"):
+                self._take(self._note(Kind.SLOT, value, part, label), label)
         elif isinstance(value, types.ModuleType):
             self._watch_namespace(value)
         elif isinstance(value, type):
@@ -782,6 +797,8 @@ class ReadRecorder:
             if value.dtype.hasobject or value.nbytes > _MOST_ARRAY_BYTES:
                 self._refuse(f"{label} is a NumPy array of {value.nbytes} bytes")
             self._note(Kind.ARRAY, value, None, label)
+        elif isinstance(value, logging.Logger):
+            self.take_logger(value)
         elif isinstance(value, types.SimpleNamespace):
             self._contents(value.__dict__, label)
         elif isinstance(value, random.SystemRandom):
@@ -805,7 +822,7 @@ class ReadRecorder:
             if not _is_unseen(kind) or isinstance(value, nn.Module):
                 self._take_class(kind)
                 self._watch_class(kind)
-        elif not _is_unseen(kind):
+        elif kind is torch.Generator or not _is_unseen(kind):
             self._refuse(f"{label} is a {kind.__module__}.{kind.__qualname__}")
 
     def _compute_outside(self, function: Any, label: str) -> None:
@@ -984,8 +1001,8 @@ class ReadRecorder:
                     self._runs(other)
         if names.compares:
             self._compares = where
-        if self._floats and "float" in names.loaded and texts & {"type", "__class__"}:
-            self._refuse(f"{name} asks for the type of numbers{where}")
+        if "type" in names.loaded and {"float", "int", "bool"} & {*names.loaded}:
+            self._asks_type = where
         if "cache_info" in texts:  # planned steps do not ask the caches
             self._refuse(f"{name} reads the state of a cache{where}")
         if reading := sorted(_READS_FILES & texts):
@@ -1052,6 +1069,8 @@ class ReadRecorder:
             self._may_run_once(f"it uses {module.__name__}.{named[0]}{where}")
         if asking := _ASKS_OUTSIDE.get(module.__name__, frozenset()) & names.texts:
             self._may_run_once(f"it calls {min(asking)}(){where}")
+        if module is logging:
+            self._take(logging.root, "the root logger")
         if module is os and {"environ", "getenv"} & names.texts:
             self._contents(os.environ._data, "os.environ")  # type: ignore[attr-defined]
         for name in named:
@@ -1256,13 +1275,13 @@ def _codes_in(code: types.CodeType) -> frozenset[int]:
 def _is_unseen(value: Any) -> bool:
     """Return whether a class, module or function is of a package not looked into."""
     module = value if isinstance(value, types.ModuleType) else None
-    name = module.__name__ if module else getattr(value, "__module__", None)
+    name = module.__name__ if module else getattr(value, "__module__", None) or ""
+    package = name.partition(".")[0]
     if isinstance(value, type):
-        if _is_of_other_module(value):
+        if _is_of_other_module(value) or package == "numpy":
             return False
-        if (name or "").startswith("torch."):
-            return _UNSEEN_OF_TORCH.match(name or "") is not None
-    package = (name or "").partition(".")[0]
+        if name.startswith("torch."):
+            return _UNSEEN_OF_TORCH.match(name) is not None
     return package in _UNSEEN_MODULES or package in torch_packages()
 
 

@@ -100,6 +100,8 @@ _UNKNOWN = {
 }
 """What stands in for a tensor while a step is captured cannot tell."""
 
+_SYMBOLS = torch.SymFloat, torch.SymInt, torch.SymBool
+
 _GRAD = torch.Tensor.grad.__get__
 
 _METHODS = {torch._tensor.__file__, torch.overrides.__file__}
@@ -388,6 +390,8 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
                 "during capture; ask for it outside the step"
             )
         result = func(*args, **kwargs)
+        if isinstance(result, _SYMBOLS) and _is_asked_by_user(sys._getframe(1)):
+            self._recorder.has_numbers = True
         if (
             args
             and type(args[0]) is torch.Tensor

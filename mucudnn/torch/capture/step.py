@@ -219,7 +219,7 @@ def _trace(
             uncompiled(tracer.root, recorder),
             output_noted(recorder),
             asked_as_eagerly(
-                recorder, tracer.identities, numbers=bool(settings.floats)
+                recorder, tracer.identities, frozenset(map(id, tracer.batch.tensors))
             ),
             plain_checkpoints(tracer.noting_changes),
             replaced(torch.autograd, backward=tracer.run_backward),
@@ -401,6 +401,7 @@ class _Tracer:
             batch = list(given)
             functions.batch = frozenset(map(id, batch))
             for tensor, real in zip(batch, self.batch.tensors, strict=True):
+                self.identities[id(tensor)] = id(real)
                 if own := attributes_of(real):
                     vars(tensor).update(own)
                     self.recorder.lasts_one_run("it is given tensors with attributes")
