@@ -46,6 +46,7 @@ def build():
 PROGRAMS.table(globals(), NUMBERS, "result")("""
 changing_number_is_a_float | out * (2 if isinstance(s.a, float) else 3)
 type_of_a_changing_number | out * (2 if type(s.a) is float else 3)
+text_of_a_changing_number | out * (2 if f"{s.a}" == "0.7" else 3)
 rest_of_a_changing_number | nn.functional.dropout(out, s.a % 1.0)
 branch_by_the_rest_of_a_changing_number | out * 2 if s.a % 1.0 < 0.4 else out
 """)

@@ -8,6 +8,7 @@ when it runs, files, objects of PyTorch's own, and tensors that only an optimize
 
 import abc
 import configparser
+import contextlib
 import datetime
 import enum
 import functools
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from tests.torch_programs import Programs, Reading, Training, perceptron, sgd, trained
 
@@ -300,6 +302,29 @@ numbers_of_a_tensor_are_floats
 type_of_a_number_of_a_tensor
     | | value = out.mean().item(); out * (2 if type(value) is float else 3)
 """)
+
+
+@PROGRAMS
+def parametrization_that_is_cached_in_one_step() -> Training:
+    class Noisy(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight + torch.rand(())
+
+    model = perceptron()
+    parametrize.register_parametrization(model[0], "weight", Noisy())
+    return trained(
+        model,
+        loss_fn=lambda y, t: functional.cross_entropy(y, t) * model[0].weight.sum(),
+        around=lambda n: parametrize.cached() if n == 2 else contextlib.nullcontext(),
+    )
+
+
+@PROGRAMS(is_planned=True)
+def table_by_a_number_of_the_batch() -> Training:
+    training, rates = trained(perceptron()), [1.0, 3.0, 5.0, 7.0]
+    table = dict(enumerate(rates))
+    training.loss_fn = lambda y, t: functional.cross_entropy(y, t) * table[t[0].item()]
+    return training
 
 
 @PROGRAMS

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import checkpoint
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.torch.capture.reads import ReadRecorder
+from mucudnn.torch.capture.reads import ReadRecorder, UnsoundCaptureError
 from mucudnn.torch.internals import replaced
 from mucudnn.torch.source_lines import is_library_file, is_torch_file, line_now
 
@@ -75,8 +76,9 @@ def asked_as_eagerly(
 ) -> Iterator[None]:
     """Tell users' code that numbers and tensors of the graph are those of eager mode.
 
-    `isinstance` and `match` take a symbol for a Python number. `id`, sets and dicts
-    take what stands in for a tensor for that tensor itself.
+    `isinstance` and `match` take a symbol for a Python number, dicts for its value; as
+    text it is refused. `id`, sets and dicts take what stands in for a tensor for that
+    tensor itself.
 
     Args:
         recorder: Is told what is replaced, and what is asked.
@@ -97,25 +99,41 @@ def asked_as_eagerly(
             recorder.lasts_one_run(f"it asks which tensor the batch has{line_now()}")
         return own
 
-    def attribute_of(kind: type) -> Callable[[Any, str], Any]:
+    def is_users(caller: FrameType) -> bool:
+        while caller.f_back and caller.f_code.co_filename == _ABSTRACT:
+            caller = caller.f_back
+        return not is_torch_file(caller.f_code.co_filename)
+
+    def as_number(symbol: Any, plain: Any) -> AbstractContextManager[None]:
+        """Have a class of symbols look like a class of Python's numbers to users."""
+        show, key = symbol.__repr__, symbol.__hash__
+
         def attribute(number: Any, name: str) -> Any:
-            if name == "__class__":
-                caller = sys._getframe(1)
-                while caller.f_back and caller.f_code.co_filename == _ABSTRACT:
-                    caller = caller.f_back
-                if not is_torch_file(caller.f_code.co_filename):
-                    return kind
+            if name == "__class__" and is_users(sys._getframe(1)):
+                return plain
             return object.__getattribute__(number, name)
 
-        return attribute
+        def text(number: Any, *form: str) -> str:
+            if not is_library_file(sys._getframe(1).f_code.co_filename):
+                raise UnsoundCaptureError(
+                    f"the step writes a number as text{line_now()}, which is a symbol "
+                    "during capture; do so outside, with what the step returns"
+                )
+            return object.__format__(number, *form) if form else show(number)
+
+        def hashed(number: Any) -> int:
+            return hash(plain(number)) if is_users(sys._getframe(1)) else key(number)
+
+        names = {"__getattribute__": attribute, "__hash__": hashed}
+        return replaced(symbol, __repr__=text, __format__=text, **names)
 
     recorder.lend(vars(builtins), "id", "builtin 'id'")
     with (
         replaced(builtins, id=identity_of),
         replaced(torch.Tensor, __hash__=hash_of),
-        replaced(torch.SymFloat, __getattribute__=attribute_of(float)),
-        replaced(torch.SymInt, __getattribute__=attribute_of(int)),
-        replaced(torch.SymBool, __getattribute__=attribute_of(bool)),
+        as_number(torch.SymFloat, float),
+        as_number(torch.SymInt, int),
+        as_number(torch.SymBool, bool),
     ):
         yield
 

@@ -57,6 +57,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -306,6 +307,8 @@ class ReadRecorder:
         self._note(Kind.GENERATOR, random, set_random_state, "the generator of random")
         label = "the generator of numpy.random"
         self._note(Kind.GENERATOR, np.random, set_random_state, label)
+        label = "parametrize.cached()"
+        self._note(Kind.ENTRY, vars(parametrize), "_cache_enabled", label)
         try:
             for module in self._modules:
                 self._take(module, f"a {type(module).__name__}")

@@ -414,6 +414,14 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             self._shapes.outcome = None
 
 
+_WITHOUT_DATA = (
+    "Expected scalars to be on CPU",
+    "on unresolved conjugated tensors",
+    "!this_view_meta->has_fw_view()",
+)
+"""What PyTorch's errors say of calls that work on tensors with data only."""
+
+
 def _is_asked_by_user(frame: FrameType | None) -> bool:
     """Return whether a user's code calls a method, which may be written in Python."""
     while frame is not None and frame.f_code.co_filename in _METHODS:
@@ -453,7 +461,8 @@ def saying_where() -> Iterator[None]:
                 "or a similar higher-order operation; wrap it with "
                 "torch.library.custom_op, register_fake and register_autograd"
             ) from e
-        if isinstance(e, NotImplementedError) and not is_raised_by_user(e):
+        missing = isinstance(e, NotImplementedError) and not is_raised_by_user(e)
+        if missing or any(text in str(e) for text in _WITHOUT_DATA):
             raise UnsoundCaptureError(
                 "the step makes a call that cannot be "
                 f"captured{line_of_traceback(e.__traceback__)}: {e}; make it outside "

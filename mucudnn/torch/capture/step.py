@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
@@ -226,6 +227,7 @@ def _trace(
             # PyTorch's tracer would call modules as when it was imported.
             replaced(_symbolic_trace, _orig_module_call=torch.nn.Module.__call__),
             seeding_refused(),
+            replaced(parametrize, _cache={}),  # of tensors with data
             without_collectives(root),
             mode,
             torch.enable_grad(),
