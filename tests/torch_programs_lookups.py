@@ -168,6 +168,10 @@ attributes_of_a_class_are_counted
     | held = namespace() | out * len(vars(held)) | held.zoom = 3.0
 constructor_replaced
     | made = constructed() | out * made().zoom | made.__init__ = larger
+bases_replaced
+    | parent, child = family(); kind = type(child)
+    | out * child.factor
+    | kind.__bases__ = (type("Other", (), {"factor": 3.0}),)
 class_made_by_a_function_of_python
     | held = types.new_class("Held", (), {}, lambda names: names.update(zoom=1.0))
     | out * held.zoom | held.zoom = 3.0
@@ -458,6 +462,15 @@ today_is_asked
 configuration_read_by_a_parser
     | held = configured() | out * held.getfloat("model", "scale")
     | held.set("model", "scale", "3.0")
+data_set_replaced
+    | held = torch.utils.data.TensorDataset(torch.ones(4)) | out * held.tensors[0]
+    | held.tensors = (torch.ones(4) * 3,)
+indices_of_a_data_set
+    | held = torch.utils.data.Subset([1.0, 3.0], [0]) | out * held[0]
+    | held.indices = [1]
+scaler_of_gradients
+    | held = torch.cuda.amp.GradScaler(enabled=False)
+    | out * (3 if held.is_enabled() else 1) | held._enabled = True
 distributions_scale
     | normal = torch.distributions.Normal(torch.zeros(4), torch.ones(4))
     | out - normal.log_prob(out) | normal.scale = torch.ones(4) * 3

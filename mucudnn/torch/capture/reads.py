@@ -117,7 +117,7 @@ _UNSEEN_MODULES = (
 """Packages whose objects are not looked into: their state decides no result."""
 
 _UNSEEN_OF_TORCH = re.compile(
-    r"torch(\..*)?\._|torch\.(fx|library|jit|cuda|overrides|utils|autograd|export|"
+    r"torch(\..*)?\._|torch\.(fx|library|jit|cuda(?!\.amp)|overrides|autograd|export|"
     r"compiler|profiler|distributed|backends|futures|package|ops)\b"
 )
 """Modules of PyTorch whose objects are not looked into: tracing, graphs, kernels."""
@@ -701,9 +701,8 @@ class ReadRecorder:
                 continue
             held = self._vars_of(base)
             self._users[base] = frozenset(held)
-            self._note(
-                Kind.SLOT, base, "__name__", f"the name of class {base.__name__}"
-            )
+            for slot in ("__name__", "__bases__"):
+                self._note(Kind.SLOT, base, slot, f"{slot} of class {base.__name__}")
             if isinstance(base, abc.ABCMeta):  # as `register` changes isinstance()
                 label = "the classes that are registered as others (abc)"
                 asked = operator.methodcaller("get_cache_token")
