@@ -323,32 +323,21 @@ def parametrization_that_is_cached_in_one_step() -> Training:
     )
 
 
-@PROGRAMS(is_planned=True)
-def table_by_a_number_of_the_batch() -> Training:
-    training, rates = trained(perceptron()), [1.0, 3.0, 5.0, 7.0]
-    table = dict(enumerate(rates))
-    training.loss_fn = lambda y, t: functional.cross_entropy(y, t) * table[t[0].item()]
-    return training
-
-
-@PROGRAMS
-def identity_of_the_batch() -> Training:
+TARGETS = """
+def build():
     training = trained(perceptron())
-    scales = {id(training.batches[1][1]): 3.0}
-    training.loss_fn = lambda y, t: (
-        functional.cross_entropy(y, t) * scales.get(id(t), 1.0)
-    )
+    (_, first), (_, second) = training.batches
+    table = {table}
+    training.loss_fn = lambda y, t: functional.cross_entropy(y, t) * {rate}
     return training
+"""
 
-
-@PROGRAMS
-def table_by_the_batch() -> Training:
-    training = trained(perceptron())
-    scales = {training.batches[1][1]: 3.0}
-    training.loss_fn = lambda y, t: (
-        functional.cross_entropy(y, t) * (3.0 if t in scales else 1.0)
-    )
-    return training
+PROGRAMS.table(globals(), TARGETS, "table rate")("""
+identity_of_the_batch | {id(second): 3.0} | table.get(id(t), 1.0)
+table_by_the_batch | {second: 3.0} | (3.0 if t in table else 1.0)
+table_by_a_number_of_the_batch
+    | dict(enumerate([1.0, 3.0, 5.0, 7.0])) | table[t[0].item()] | is_planned
+""")
 
 
 # --- descriptors
@@ -591,14 +580,10 @@ gradient_of_an_operation_called_by_name
 # --- tensors
 
 
-@PROGRAMS
-def data_replaced_in_the_forward_pass() -> Training:
-    def read(module: Any, y: torch.Tensor) -> torch.Tensor:
-        weight = module.net[0].weight
-        weight.data = weight.data / weight.data.norm()
-        return y
-
-    return trained(Reading(read))
+reads("""
+data_replaced_in_the_forward_pass
+    | | kept = s.net[0].weight; kept.data = kept.data / kept.data.norm(); out
+""")
 
 
 @PROGRAMS

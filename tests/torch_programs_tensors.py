@@ -314,31 +314,19 @@ def input_is_a_buffer_that_counts() -> Training:
     return trained(model, batches=[(model.seen, vectors()[1])])
 
 
-@PROGRAMS
-def input_wants_a_gradient_later() -> Training:
+BATCHES = """
+def build():
     x, y = vectors()
-    wanting = x.clone().requires_grad_()
-    return trained(perceptron(), batches=[(x, y), (x, y), (wanting, y), (wanting, y)])
+    later = {x}, {y}
+    return trained(perceptron(), batches=[(x, y), (x, y), later, later])
+"""
 
-
-@PROGRAMS
-def input_is_a_parameter() -> Training:
-    x, y = vectors()
-    return trained(perceptron(), batches=[(x, y), (x, y), (nn.Parameter(x), y)])
-
-
-@PROGRAMS
-def target_changes_its_type() -> Training:
-    x, y = vectors()
-    likely = functional.one_hot(y, 4).float()
-    return trained(perceptron(), batches=[(x, y), (x, y), (x, likely), (x, likely)])
-
-
-@PROGRAMS
-def input_changes_its_type() -> Training:
-    x, y = vectors()
-    batches = [(x, y), (x, y), (x.double(), y)]
-    return trained(Reading(lambda s, out: out), batches=batches)
+PROGRAMS.table(globals(), BATCHES, "x y")("""
+input_wants_a_gradient_later | x.clone().requires_grad_() | y
+input_is_a_parameter | nn.Parameter(x) | y
+input_changes_its_type | x.double() | y
+target_changes_its_type | x | functional.one_hot(y, 4).float()
+""")
 
 
 class Taking(nn.Module):
