@@ -337,29 +337,6 @@ subclass_attribute_hides_the_base | gain=1.0 | out * s.gain | type(m).gain = 3.0
 """)
 
 
-@PROGRAMS
-def class_assigned() -> Training:
-    class Negated(nn.ReLU):
-        def forward(self, x):
-            return -x
-
-    model = perceptron()
-    return trained(model, change=lambda: setattr(model[1], "__class__", Negated))
-
-
-@PROGRAMS
-def forward_replaced_on_the_instance() -> Training:
-    model = perceptron()
-    shorter = lambda x: model[2](model[0](x))  # noqa: E731
-    return trained(model, change=lambda: setattr(model, "forward", shorter))
-
-
-@PROGRAMS
-def method_of_a_layer_replaced() -> Training:
-    model = perceptron()
-    return trained(model, change=lambda: setattr(model[1], "forward", torch.tanh))
-
-
 @PROGRAMS(is_planned=True)
 def getattr_of_a_module() -> Training:
     class Answering(Reading):

@@ -386,13 +386,6 @@ def random_state_put_back_between() -> Training:
     return trained(model, change=lambda: torch.set_rng_state(kept))
 
 
-@PROGRAMS
-def constant_of_a_library_replaced() -> Training:
-    SPACE.pi = math.pi
-    model = Reading(lambda s, out: out * SPACE.pi)
-    return trained(model, change=lambda: setattr(SPACE, "pi", 3.0))
-
-
 # --- functions that a trace of PyTorch would replace
 
 
@@ -487,6 +480,8 @@ a_context_variable
     | token = CONTEXT.set(2 * CONTEXT.get()); found = entropy(out, y) * CONTEXT.get()
     ; CONTEXT.reset(token); found
     | CONTEXT.set(3.0) | is_planned
+constant_of_a_library_replaced
+    | SPACE.pi = math.pi | entropy(out * SPACE.pi, y) | SPACE.pi = 3.0
 function_marked_for_traces | | entropy(scaled(out), y) | | is_planned
 raises_from_now_on | right = [1] | right[0]; entropy(out, y) | right.clear()
 cache_filled_with_a_tensor

@@ -374,6 +374,9 @@ def without_statistics(norm: Any) -> None:
 
 
 convolutional_networks("""
+stride_of_a_convolution | | m[0].stride = (2, 2)
+padding_of_a_convolution | | m[0].padding = (2, 2)
+dilation_of_a_convolution | | m[0].dilation = (2, 2)
 momentum_of_a_norm | | m[1].momentum = 0.5
 momentum_of_a_norm_from_none | m[1].momentum = None | m[1].momentum = 0.5
 momentum_of_a_norm_to_none | | m[1].momentum = None

@@ -112,7 +112,7 @@ in a thread that exists already: all functions count as running then."""
 
 _UNSEEN_MODULES = (
     "torch", "pybind11_builtins", "importlib", "_frozen_importlib", "typing", "mucudnn",
-    "concurrent",
+    "concurrent", "inspect", "weakref",
 )  # fmt: skip
 """Packages whose objects are not looked into: their state decides no result."""
 
