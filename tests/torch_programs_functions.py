@@ -13,13 +13,11 @@ import math
 import operator
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -305,40 +303,6 @@ loss_modules_buffer_to_none
 """)
 
 
-@of_loss
-def global_disappears():
-    """A name of a builtin that a global hides."""
-    globals()["abs"] = lambda value: value * 3
-    change = functools.partial(globals().pop, "abs")
-    return lambda out, y: abs(entropy(out, y)), change
-
-
-@PROGRAMS
-def file_read() -> Training:
-    with tempfile.NamedTemporaryFile("w", delete=False) as file:
-        file.write("1.0")
-    path = Path(file.name)
-    return trained(
-        nn.Linear(6, 4),
-        loss_fn=lambda out, y: entropy(out, y) * float(path.read_text()),
-        change=lambda: path.write_text("3.0"),
-        undo=path.unlink,
-    )
-
-
-SOFTSIGN = functional.softsign
-
-
-@PROGRAMS
-def torch_function_replaced() -> Training:
-    return trained(
-        nn.Linear(6, 4),
-        loss_fn=lambda out, y: entropy(functional.softsign(out), y),
-        change=lambda: setattr(functional, "softsign", lambda x: x / 3),
-        undo=lambda: setattr(functional, "softsign", SOFTSIGN),
-    )
-
-
 @PROGRAMS
 def builtin_appears() -> Training:
     return trained(
@@ -482,6 +446,9 @@ a_context_variable
     | CONTEXT.set(3.0) | is_planned
 constant_of_a_library_replaced
     | SPACE.pi = math.pi | entropy(out * SPACE.pi, y) | SPACE.pi = 3.0
+global_disappears
+    | set_global("abs", lambda value: value * 3) | abs(entropy(out, y))
+    | globals().pop("abs")
 function_marked_for_traces | | entropy(scaled(out), y) | | is_planned
 raises_from_now_on | right = [1] | right[0]; entropy(out, y) | right.clear()
 cache_filled_with_a_tensor

@@ -436,6 +436,9 @@ file_appears_by_os
 file_appears_in_a_list
     | flag = flag_file() | out * (3 if "flag" in os.listdir(flag.parent) else 1)
     | flag.touch()
+file_read
+    | flag = flag_file(); flag.write_text("1.0") | out * float(flag.read_text())
+    | flag.write_text("3.0")
 tensor_loaded
     | path = save_tensor(1.0) | out * torch.load(path) | save_tensor(3.0)
 array_loaded
@@ -490,6 +493,12 @@ _LINEAR, _CALL = functional.linear, nn.Module.__call__
 @PROGRAMS
 def function_beneath_a_layer_replaced() -> Training:
     return replacing(perceptron(), functional, "linear", lambda *a: _LINEAR(*a) * 2)
+
+
+@PROGRAMS
+def torch_function_replaced() -> Training:
+    model = Reading(lambda s, out: functional.softsign(out))
+    return replacing(model, functional, "softsign", lambda x: x / 3)
 
 
 @PROGRAMS(is_planned=True)
@@ -638,24 +647,6 @@ def method_added_to_tensors() -> Training:
         change=functools.partial(setattr, torch.Tensor, "tanh", torch.sin),
         undo=functools.partial(delattr, torch.Tensor, "tanh"),
     )
-
-
-class AttributeOfInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, x: Any) -> torch.Tensor:
-        return self.layer(x) * x.zoom  # type: ignore[no-any-return]
-
-
-@PROGRAMS
-def input_has_an_attribute() -> Training:
-    x: Any = torch.randn(8, 6)
-    x.zoom = 1.0
-    batch = x, torch.randint(0, 4, (8,))
-    change = functools.partial(setattr, x, "zoom", 3.0)
-    return trained(AttributeOfInput(), batches=[batch], change=change)
 
 
 @PROGRAMS

@@ -287,20 +287,15 @@ def target_is_changed_by_the_loss() -> Training:
     return trained(squares(), batches=[batch], loss_fn=loss)
 
 
-@PROGRAMS
-def input_is_a_parameters_memory() -> Training:
-    model = squares()
-    batch = model[0].weight.detach(), torch.randn(6, 6)
-    return trained(model, batches=[batch], loss_fn=mean_square)
-
-
-@PROGRAMS
-def input_is_a_parameters_memory_later() -> Training:
-    model = squares()
-    apart = torch.randn(6, 6), torch.randn(6, 6)
-    shared = model[2].weight.detach(), torch.randn(6, 6)
-    batches = [apart, apart, shared, shared]
+def of_a_weight(first: int) -> Training:
+    """Return a training whose input is a parameter's memory from a step on."""
+    model, y = squares(), torch.randn(6, 6)
+    batches = [(torch.randn(6, 6), y)] * first + [(model[first].weight.detach(), y)] * 2
     return trained(model, batches=batches, loss_fn=mean_square)
+
+
+PROGRAMS(lambda: of_a_weight(0), name="input_is_a_parameters_memory")
+PROGRAMS(lambda: of_a_weight(2), name="input_is_a_parameters_memory_later")
 
 
 @PROGRAMS
@@ -625,6 +620,13 @@ asked(
     lambda x: torch.cat([x, x])[: len(x)],
 )
 asked("version", lambda x: x._version > 0, lambda x: x.add_(0))
+
+
+@PROGRAMS
+def input_has_an_attribute() -> Training:
+    batch = scaled(torch.randn(8, 6)), torch.randint(0, 4, (8,))
+    change = functools.partial(setattr, batch[0], "scale", 1.0)
+    return trained(Asking(lambda x: x.scale > 2), batches=[batch], change=change)
 
 
 @PROGRAMS(is_planned=True)

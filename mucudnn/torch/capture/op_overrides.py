@@ -94,9 +94,11 @@ def asked_as_eagerly(
 
     def hash_of(tensor: Any) -> int:
         own = identities.get(identity(tensor), identity(tensor))
-        caller = sys._getframe(1).f_code.co_filename
-        if own in batch and (caller == __file__ or not is_library_file(caller)):
-            recorder.lasts_one_run(f"it asks which tensor the batch has{line_now()}")
+        if own in batch:
+            caller = sys._getframe(1).f_code.co_filename
+            if caller == __file__ or not is_library_file(caller):
+                said = f"it asks which tensor the batch has{line_now()}"
+                recorder.lasts_one_run(said)
         return own
 
     def is_users(caller: FrameType) -> bool:

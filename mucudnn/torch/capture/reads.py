@@ -778,8 +778,6 @@ class ReadRecorder:
             self._take(target, label)
         elif isinstance(value, _WEAK_CONTAINERS):
             self._contents(vars(value)["data"], label)
-        elif isinstance(value, threading.local):
-            self._contents(vars(value), label)
         elif isinstance(value, functools.partial):
             for part in ("func", "args", "keywords", "__dict__"):
                 self._take(self._note(Kind.SLOT, value, part, label), label)
@@ -801,8 +799,8 @@ class ReadRecorder:
             self._note(Kind.ARRAY, value, None, label)
         elif isinstance(value, logging.Logger):
             self.take_logger(value)
-        elif isinstance(value, types.SimpleNamespace):
-            self._contents(value.__dict__, label)
+        elif isinstance(value, types.SimpleNamespace | threading.local):
+            self._contents(vars(value), label)
         elif isinstance(value, random.SystemRandom):
             self._may_run_once(f"it draws from {label}")
         elif isinstance(value, _RANDOM):
