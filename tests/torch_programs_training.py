@@ -178,7 +178,14 @@ class Own(optim.Optimizer):
                     p.sub_(p.grad * (group["lr"] * group["scale"] * self.factor))
 
 
+class Typed(Own):
+    def step(self):
+        for _ in range(1 if type(self.param_groups[0]["lr"]) is float else 2):
+            super().step()
+
+
 optimizers("""
+own_optimizer_asks_for_a_type | Typed(m.parameters()) | | is_planned
 own_optimizers_attribute | Own(m.parameters()) | o.factor = 3.0
 own_optimizers_number | Own(m.parameters()) | g["scale"] = 3.0
 own_optimizers_class

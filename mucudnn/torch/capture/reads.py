@@ -112,7 +112,7 @@ in a thread that exists already: all functions count as running then."""
 
 _UNSEEN_MODULES = (
     "torch", "pybind11_builtins", "importlib", "_frozen_importlib", "typing", "mucudnn",
-    "concurrent", "inspect", "weakref",
+    "concurrent", "inspect", "threading", "weakref",
 )  # fmt: skip
 """Packages whose objects are not looked into: their state decides no result."""
 
@@ -404,10 +404,7 @@ class ReadRecorder:
             )
         if self.has_numbers and self._asks_type and not self._opaque:
             self.may_be_unread = True
-            self._opaque = (
-                f"the step asks for the type of a number{self._asks_type}, which is a "
-                "symbol during capture; use isinstance()"
-            )
+            self._opaque = _TYPE.format(self._asks_type)
         if self._opaque:
             raise UnsoundCaptureError(self._opaque)
         read = set(map(id, self._reads.values()))
@@ -494,6 +491,11 @@ class ReadRecorder:
     def lasts_one_run(self, reason: str) -> None:
         """Note why the capture is valid for one run only."""
         self._reasons.append(reason)
+
+    def check_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse the update of a user's optimizer that asks for the type of a rate."""
+        if self._asks_type and not _is_library(type(optimizer)):
+            raise UnsoundCaptureError(_TYPE.format(self._asks_type))
 
     def take_operation(self, name: str) -> None:
         """Note what the gradient of an operation, such as "my::op", may read."""
@@ -799,7 +801,7 @@ class ReadRecorder:
             self._note(Kind.ARRAY, value, None, label)
         elif isinstance(value, logging.Logger):
             self.take_logger(value)
-        elif isinstance(value, types.SimpleNamespace | threading.local):
+        elif isinstance(value, _NAMESPACES):
             self._contents(vars(value), label)
         elif isinstance(value, random.SystemRandom):
             self._may_run_once(f"it draws from {label}")
@@ -1110,6 +1112,11 @@ class ReadRecorder:
         self._namespaces.append(module)
 
 
+_TYPE = (
+    "the step asks for the type of a number{}, which is a symbol during capture; use "
+    "isinstance()"
+)
+
 _CACHE = (
     "the step fills {}, a function with a cache, which {}; call it once before the step"
 )
@@ -1184,6 +1191,10 @@ _WEAK_CONTAINERS = (
     weakref.WeakValueDictionary,
     weakref.WeakSet,
 )
+
+_NAMESPACES = (
+    types.SimpleNamespace, threading.local, threading.Event, threading.Semaphore,
+)  # fmt: skip
 
 _KEPT_ALIVE = (type(None), nn.Module, torch.optim.Optimizer, torch.Tensor)
 """Types whose objects a step holds anyway, so that references to them do not die."""

@@ -571,6 +571,7 @@ class _Tracer:
             try:
                 with saying_where():
                     self.optimizer.step()
+                self.recorder.check_rates(self.optimizer)
             except UnsupportedError as e:
                 raise UpdateNotRecordedError(str(e)) from e
             except Exception as e:  # the optimizer's code may raise anything
