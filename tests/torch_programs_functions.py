@@ -303,16 +303,6 @@ loss_modules_buffer_to_none
 """)
 
 
-@PROGRAMS
-def builtin_appears() -> Training:
-    return trained(
-        nn.Linear(6, 4),
-        loss_fn=lambda out, y: entropy(out, y) * getattr(builtins, "tests_rate", 1.0),
-        change=lambda: setattr(builtins, "tests_rate", 3.0),
-        undo=lambda: vars(builtins).pop("tests_rate", None),
-    )
-
-
 # --- what changes nothing that counts
 
 
@@ -449,6 +439,10 @@ constant_of_a_library_replaced
 global_disappears
     | set_global("abs", lambda value: value * 3) | abs(entropy(out, y))
     | globals().pop("abs")
+builtin_appears
+    | vars(builtins).pop("tests_rate", None)
+    | entropy(out, y) * getattr(builtins, "tests_rate", 1.0)
+    | builtins.tests_rate = 3.0
 function_marked_for_traces | | entropy(scaled(out), y) | | is_planned
 raises_from_now_on | right = [1] | right[0]; entropy(out, y) | right.clear()
 cache_filled_with_a_tensor

@@ -266,8 +266,6 @@ function_made_by_numpy
 iterator_of_numpy
     | held = np.nditer(np.arange(1.0, 9.0)) | out * float(next(held)) |
     | changes_in_step
-flat_view_of_numpy
-    | held = np.arange(1.0, 9.0).flat | out * held[0] | held[0] = 4.0
 semaphore | held = threading.Semaphore(2) | out * held._value | held.acquire()
 lock | held = threading.Lock() | out * (3 if held.locked() else 1) | held.acquire()
 state_of_a_partial_function
@@ -457,9 +455,6 @@ configuration_read_by_a_parser
 data_set_replaced
     | held = torch.utils.data.TensorDataset(torch.ones(4)) | out * held.tensors[0]
     | held.tensors = (torch.ones(4) * 3,)
-indices_of_a_data_set
-    | held = torch.utils.data.Subset([1.0, 3.0], [0]) | out * held[0]
-    | held.indices = [1]
 scaler_of_gradients
     | held = torch.cuda.amp.GradScaler(enabled=False)
     | out * (3 if held.is_enabled() else 1) | held._enabled = True

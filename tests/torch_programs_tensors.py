@@ -543,11 +543,8 @@ def autocast_of_another_type() -> Training:
 
 @PROGRAMS
 def autocast_off() -> Training:
-    def before(number: int) -> None:
-        autocast_on()
-        torch.set_autocast_enabled("cpu", number < 2)
-
-    return trained(perceptron(), before=before)
+    switch = functools.partial(torch.set_autocast_enabled, "cpu")
+    return trained(perceptron(), before=lambda n: (autocast_on(), switch(n < 2)))
 
 
 @PROGRAMS
