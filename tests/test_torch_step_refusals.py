@@ -109,7 +109,27 @@ def elsewhere_by_a_view(s, x):
     return (s.m[0](x) * HELD).sum()
 
 
+def text_of_a_number(s, x):
+    y = s.m[0](x).sum()
+    return y * len(f"{y.item():.3f}")  # LINE
+
+
+def numbers_in_a_tensor(s, x):
+    y = s.m[0](x)
+    return torch._foreach_addcmul([y], [y], [y], HELD[:1])[0].sum()  # LINE
+
+
+def written_by_a_conjugate(s, x):
+    y = torch.complex(s.m[0](x), x) * 1
+    parts = torch.view_as_real(y)
+    y.conj().add_(1)
+    return parts.mul_(2).sum()  # LINE
+
+
 AT_LINES = {
+    text_of_a_number: r"writes a number as text.*with what the step returns",
+    numbers_in_a_tensor: r"cannot be captured.*scalars to be on CPU.*outside the step",
+    written_by_a_conjugate: r"cannot be captured.*conjugated.*outside the step",
     nonzero: r"aten\.nonzero.*torch\.where",
     selected: r"aten\.masked_select.*torch\.where",
     indexed: r"aten\.index\.Tensor.*torch\.where",
@@ -128,8 +148,9 @@ AT_LINES = {
 }
 
 
-def step_of(model, loss_fn=lambda out: out):
-    return mt.train_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1))
+def step_of(model, loss_fn=lambda out: out, **options):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return mt.train_step(model, loss_fn, optimizer, **options)
 
 
 @pytest.mark.parametrize("forward", AT_LINES, ids=lambda f: f.__name__)
@@ -137,7 +158,7 @@ def test_the_users_line_is_named(forward):
     state, values = torch.get_rng_state(), HELD.clone()
     model = Whole(forward, nn.Linear(8, 8))
     with pytest.raises(UnsupportedError, match=AT_LINES[forward]) as caught:
-        step_of(model)(torch.randn(4, 8))
+        step_of(model, budget="1GiB")(torch.randn(4, 8))
     source = Path(__file__).read_text().splitlines()
     file, line = re.search(r"\((\S+):(\d+), in", str(caught.value)).groups()
     assert Path(file) == Path(__file__)

@@ -46,6 +46,7 @@ def build():
 PROGRAMS.table(globals(), NUMBERS, "result")("""
 changing_number_is_a_float | out * (2 if isinstance(s.a, float) else 3)
 type_of_a_changing_number | out * (2 if type(s.a) is float else 3)
+text_of_a_changing_number | out * (2 if f"{s.a}" == "0.7" else 3)
 rest_of_a_changing_number | nn.functional.dropout(out, s.a % 1.0)
 branch_by_the_rest_of_a_changing_number | out * 2 if s.a % 1.0 < 0.4 else out
 """)
@@ -334,29 +335,6 @@ derived_classes("""
 attribute_of_a_base_class | gain=1.0 | out * s.gain | type(m).__base__.gain = 3.0
 subclass_attribute_hides_the_base | gain=1.0 | out * s.gain | type(m).gain = 3.0
 """)
-
-
-@PROGRAMS
-def class_assigned() -> Training:
-    class Negated(nn.ReLU):
-        def forward(self, x):
-            return -x
-
-    model = perceptron()
-    return trained(model, change=lambda: setattr(model[1], "__class__", Negated))
-
-
-@PROGRAMS
-def forward_replaced_on_the_instance() -> Training:
-    model = perceptron()
-    shorter = lambda x: model[2](model[0](x))  # noqa: E731
-    return trained(model, change=lambda: setattr(model, "forward", shorter))
-
-
-@PROGRAMS
-def method_of_a_layer_replaced() -> Training:
-    model = perceptron()
-    return trained(model, change=lambda: setattr(model[1], "forward", torch.tanh))
 
 
 @PROGRAMS(is_planned=True)

@@ -13,13 +13,11 @@ import math
 import operator
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -305,139 +303,7 @@ loss_modules_buffer_to_none
 """)
 
 
-@of_loss
-def global_disappears():
-    """A name of a builtin that a global hides."""
-    globals()["abs"] = lambda value: value * 3
-    change = functools.partial(globals().pop, "abs")
-    return lambda out, y: abs(entropy(out, y)), change
-
-
-@PROGRAMS
-def file_read() -> Training:
-    with tempfile.NamedTemporaryFile("w", delete=False) as file:
-        file.write("1.0")
-    path = Path(file.name)
-    return trained(
-        nn.Linear(6, 4),
-        loss_fn=lambda out, y: entropy(out, y) * float(path.read_text()),
-        change=lambda: path.write_text("3.0"),
-        undo=path.unlink,
-    )
-
-
-SOFTSIGN = functional.softsign
-
-
-@PROGRAMS
-def torch_function_replaced() -> Training:
-    return trained(
-        nn.Linear(6, 4),
-        loss_fn=lambda out, y: entropy(functional.softsign(out), y),
-        change=lambda: setattr(functional, "softsign", lambda x: x / 3),
-        undo=lambda: setattr(functional, "softsign", SOFTSIGN),
-    )
-
-
-@PROGRAMS
-def builtin_appears() -> Training:
-    return trained(
-        nn.Linear(6, 4),
-        loss_fn=lambda out, y: entropy(out, y) * getattr(builtins, "tests_rate", 1.0),
-        change=lambda: setattr(builtins, "tests_rate", 3.0),
-        undo=lambda: vars(builtins).pop("tests_rate", None),
-    )
-
-
-@of_loss
-def raises_from_now_on():
-    wrong = []
-
-    def loss(out, y):
-        if wrong:
-            raise RuntimeError("the loss is wrong")
-        return entropy(out, y)
-
-    return loss, lambda: wrong.append(1)
-
-
-@same_plan
-def cache_filled_with_a_tensor():
-    @functools.lru_cache
-    def places(count, *, scale=0.1):
-        return torch.arange(count) * scale if count < 4 else places(2).repeat(2)
-
-    return lambda out, y: entropy(out + places(4), y), never
-
-
-@of_loss
-def cache_filled_anew():
-    rates = [1.0]
-
-    @functools.cache
-    def rate():
-        return torch.tensor(rates[0])
-
-    def change():
-        rates[0] = 3.0
-        rate.cache_clear()
-        rate()
-
-    return lambda out, y: entropy(out, y) * rate(), change
-
-
-@of_loss
-def cache_filled_with_random_numbers():
-    @functools.cache
-    def noise(count):
-        return torch.rand(count)
-
-    return lambda out, y: entropy(out + noise(4), y), never
-
-
-@of_loss
-def cache_filled_with_a_result():
-    @functools.cache
-    def first(_):
-        return results[-1].detach().clone()
-
-    results = []
-
-    def loss(out, y):
-        results[:] = [out]
-        return entropy(out + first(0), y)
-
-    return loss, never
-
-
-@of_loss
-def cache_of_a_function_of_c():
-    places = functools.cache(torch.arange)
-    return lambda out, y: entropy(out + places(4), y), never
-
-
-@planned
-def cached_list_changes():
-    @functools.lru_cache
-    def rates():
-        return [1.0]
-
-    return lambda out, y: entropy(out, y) * rates()[0], lambda: rates().insert(0, 3.0)
-
-
 # --- what changes nothing that counts
-
-
-@same_plan
-def dict_cache_filled_by_the_first_step():
-    known = {}
-
-    def loss(out, y):
-        if out.shape not in known:
-            known[out.shape] = 1.0 / out.shape[1]
-        return entropy(out, y) * known[out.shape]
-
-    return loss, never
 
 
 @PROGRAMS(keeps_plan=True)
@@ -474,27 +340,12 @@ def random_state_put_back_between() -> Training:
     return trained(model, change=lambda: torch.set_rng_state(kept))
 
 
-@PROGRAMS
-def constant_of_a_library_replaced() -> Training:
-    SPACE.pi = math.pi
-    model = Reading(lambda s, out: out * SPACE.pi)
-    return trained(model, change=lambda: setattr(SPACE, "pi", 3.0))
-
-
 # --- functions that a trace of PyTorch would replace
 
 
 @torch.fx.wrap
 def scaled(out: torch.Tensor) -> torch.Tensor:
     return out * RATE
-
-
-@planned
-def function_marked_for_traces():
-    def loss(out, y):
-        return entropy(scaled(out), y)
-
-    return loss, never
 
 
 # -- functions that a step reaches and does not run: what they read decides nothing
@@ -511,42 +362,29 @@ def counted(value):
     return value * next_count() if FLAGS["counts"] else value
 
 
-def counted_later(change):
-    FLAGS["counts"] = False
-    globals()["COUNTER"] = itertools.count(2)
-    return lambda out, y: counted(entropy(out, y)), change
-
-
-@of_loss
-def a_function_begins_to_run_that_counts():
-    return counted_later(lambda: FLAGS.update(counts=True))
-
-
-@functools.partial(of_loss, is_planned=True, keeps_plan=True)
-def a_function_that_counts_does_not_run():
-    return counted_later(never)
-
-
-@of_loss
-def a_thread_runs_a_function_that_counts():
-    globals()["COUNTER"] = itertools.count(2)
-    with_threads = ThreadPoolExecutor(1)
-
-    def loss_fn(out, y):
-        return entropy(out, y) * with_threads.submit(next_count).result()
-
-    return loss_fn, never
-
-
-@planned
-def a_function_runs_beside_one_that_counts():
+def not_counting() -> None:
     FLAGS["counts"] = False
     STACK[:] = [1.0]
+    set_global("COUNTER", itertools.count(2))
 
-    def loss_fn(out, y):
-        return counted(helper(entropy(out, y)))
 
-    return loss_fn, lambda: STACK.append(3.0)
+losses("""
+a_function_begins_to_run_that_counts
+    | not_counting() | counted(entropy(out, y)) | FLAGS["counts"] = True
+a_function_that_counts_does_not_run
+    | not_counting() | counted(entropy(out, y)) | | is_planned keeps_plan
+a_function_runs_beside_one_that_counts
+    | not_counting() | counted(helper(entropy(out, y))) | STACK.append(3.0)
+    | is_planned
+a_thread_runs_a_function_that_counts
+    | not_counting(); threads = ThreadPoolExecutor(1)
+    | entropy(out, y) * threads.submit(next_count).result()
+a_key_function_reads_a_global_beside_one_that_counts
+    | not_counting()
+    | first, _ = sorted((1.0, 2.0), key=lambda rate: rate * top_of_stack())
+    ; counted(entropy(out, y) * first)
+    | STACK.append(-1.0) | is_planned
+""")
 
 
 def told_of_collections(phase: str, info: dict[str, int]) -> None:
@@ -569,71 +407,68 @@ def a_collector_with_a_callback_runs_at_any_time() -> Training:
     )
 
 
-@planned
-def a_key_function_reads_a_global_beside_one_that_counts():
-    FLAGS["counts"] = False
-    STACK[:] = [1.0]
-
-    def loss_fn(out, y):
-        first, _ = sorted((1.0, 2.0), key=lambda rate: rate * top_of_stack())
-        return counted(entropy(out, y) * first)
-
-    return loss_fn, lambda: STACK.append(-1.0)
-
-
-@planned
-def a_context_variable():
-    CONTEXT.set(1.0)
-
-    def loss_fn(out, y):
-        token = CONTEXT.set(2 * CONTEXT.get())
-        try:
-            return entropy(out, y) * CONTEXT.get()
-        finally:
-            CONTEXT.reset(token)
-
-    return loss_fn, lambda: CONTEXT.set(3.0)
-
-
 class Point(NamedTuple):
     rate: float = 1.0
 
 
-@planned
-def a_named_tuple():
-    points = [Point()]
+class Slots:
+    __slots__ = ("rate",)
 
-    def loss_fn(out, y):
-        return entropy(out, y) * points[0].rate
-
-    return loss_fn, lambda: points.__setitem__(0, Point(3.0))
+    def __init__(self):
+        self.rate = 1.0
 
 
-@planned
-def a_copy_is_changed_in_the_step():
-    space = Namespace()
-    space.rate = 1.0
-
-    def loss_fn(out, y):
-        own = copy.deepcopy(space)
-        own.rate = 2 * own.rate
-        return entropy(out, y) * own.rate
-
-    return loss_fn, lambda: setattr(space, "rate", 3.0)
-
-
-@planned
-def a_copy_with_slots_is_read_in_the_step():
-    class Slots:
-        __slots__ = ("rate",)
-
-    space = Slots()
-    space.rate = 1.0
-
-    def loss_fn(out, y):
-        return entropy(out, y) * copy.copy(space).rate
-
-    return loss_fn, lambda: setattr(space, "rate", 3.0)
+losses("""
+a_named_tuple
+    | points = [Point()] | entropy(out, y) * points[0].rate | points[0] = Point(3.0)
+    | is_planned
+a_copy_is_changed_in_the_step
+    | space = Namespace(); space.rate = 1.0
+    | own = copy.deepcopy(space); own.rate = 2 * own.rate; entropy(out, y) * own.rate
+    | space.rate = 3.0 | is_planned
+a_copy_with_slots_is_read_in_the_step
+    | space = Slots() | entropy(out, y) * copy.copy(space).rate | space.rate = 3.0
+    | is_planned
+a_context_variable
+    | CONTEXT.set(1.0)
+    | token = CONTEXT.set(2 * CONTEXT.get()); found = entropy(out, y) * CONTEXT.get()
+    ; CONTEXT.reset(token); found
+    | CONTEXT.set(3.0) | is_planned
+constant_of_a_library_replaced
+    | SPACE.pi = math.pi | entropy(out * SPACE.pi, y) | SPACE.pi = 3.0
+global_disappears
+    | set_global("abs", lambda value: value * 3) | abs(entropy(out, y))
+    | globals().pop("abs")
+builtin_appears
+    | vars(builtins).pop("tests_rate", None)
+    | entropy(out, y) * getattr(builtins, "tests_rate", 1.0)
+    | builtins.tests_rate = 3.0
+function_marked_for_traces | | entropy(scaled(out), y) | | is_planned
+raises_from_now_on | right = [1] | right[0]; entropy(out, y) | right.clear()
+cache_filled_with_a_tensor
+    | places = functools.lru_cache(lambda count, *, scale=0.1: torch.arange(count)
+    * scale if count < 4 else places(2).repeat(2))
+    | entropy(out + places(4), y) | | keeps_plan
+cache_filled_anew
+    | rates = [1.0]; rate = functools.cache(lambda: torch.tensor(rates[0]))
+    | entropy(out, y) * rate() | rates[0] = 3.0; rate.cache_clear(); rate()
+cache_filled_with_random_numbers
+    | noise = functools.cache(lambda count: torch.rand(count))
+    | entropy(out + noise(4), y)
+cache_filled_with_a_result
+    | results = []; first = functools.cache(lambda _: results[-1].detach().clone())
+    | results[:] = [out]; entropy(out + first(0), y)
+cache_of_a_function_of_c
+    | places = functools.cache(torch.arange) | entropy(out + places(4), y)
+cached_list_changes
+    | rates = functools.lru_cache(lambda: [1.0]) | entropy(out, y) * rates()[0]
+    | rates().insert(0, 3.0) | is_planned
+dict_cache_filled_by_the_first_step
+    | known = {}
+    | known.update({} if out.shape in known else {out.shape: 1.0 / out.shape[1]})
+    ; entropy(out, y) * known[out.shape]
+    | | keeps_plan
+""")
 
 
 @planned

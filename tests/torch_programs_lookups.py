@@ -8,10 +8,12 @@ when it runs, files, objects of PyTorch's own, and tensors that only an optimize
 
 import abc
 import configparser
+import contextlib
 import datetime
 import enum
 import functools
 import importlib
+import logging
 import os
 import pathlib
 import random
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from tests.torch_programs import Programs, Reading, Training, perceptron, sgd, trained
 
@@ -35,6 +38,7 @@ SCALES = types.ModuleType("tests_scales")
 SCALES.__file__ = str(pathlib.Path(__file__).with_name("tests_scales.py"))
 SCALES.now = 1.0  # type: ignore[attr-defined]
 FOLDER = pathlib.Path(tempfile.mkdtemp())
+LOG = logging.getLogger("tests.lookups")
 
 
 READS = """
@@ -164,6 +168,10 @@ attributes_of_a_class_are_counted
     | held = namespace() | out * len(vars(held)) | held.zoom = 3.0
 constructor_replaced
     | made = constructed() | out * made().zoom | made.__init__ = larger
+bases_replaced
+    | parent, child = family(); kind = type(child)
+    | out * child.factor
+    | kind.__bases__ = (type("Other", (), {"factor": 3.0}),)
 class_made_by_a_function_of_python
     | held = types.new_class("Held", (), {}, lambda names: names.update(zoom=1.0))
     | out * held.zoom | held.zoom = 3.0
@@ -237,6 +245,96 @@ attribute_of_a_text
 object_behind_a_proxy
     | kept = Plain(); proxies = [weakref.proxy(kept)] | out * proxies[0].zoom
     | kept.zoom = 3.0
+""")
+
+
+# --- objects of libraries
+
+
+def logs(level: int, *handlers: logging.Handler) -> None:
+    LOG.setLevel(level)
+    LOG.parent.setLevel(logging.WARNING)  # type: ignore[union-attr]
+    LOG.handlers[:] = handlers
+
+
+reads("""
+polynomial_of_numpy
+    | held = np.poly1d([1.0, 2.0]) | out * float(held(2.0)) | held.coeffs[0] = 3.0
+function_made_by_numpy
+    | held = np.vectorize(lambda v: v * 2) | out * float(held(1.0))
+    | held.pyfunc = lambda v: v * 5
+iterator_of_numpy
+    | held = np.nditer(np.arange(1.0, 9.0)) | out * float(next(held)) |
+    | changes_in_step
+semaphore | held = threading.Semaphore(2) | out * held._value | held.acquire()
+lock | held = threading.Lock() | out * (3 if held.locked() else 1) | held.acquire()
+state_of_a_partial_function
+    | held = functools.partial(max, 1.0) | out * held(0.5)
+    | held.__setstate__((max, (4.0,), {}, None))
+seed_of_a_generator
+    | held = torch.Generator().manual_seed(1) | out * held.initial_seed()
+    | held.manual_seed(3)
+level_of_a_logger
+    | logs(30) | LOG.debug(""); out * (3 if LOG.isEnabledFor(10) else 1)
+    | LOG.setLevel(10) | is_planned
+level_of_a_logger_above
+    | logs(0); LOG.parent.setLevel(40) | out * LOG.getEffectiveLevel()
+    | LOG.parent.setLevel(30)
+level_of_a_logger_asked_for
+    | logs(30) | out * logging.getLogger("tests.lookups").level | LOG.setLevel(10)
+level_of_all_loggers
+    | logs(0); level = logging.root.level | out * logging.getLogger().level
+    | logging.root.setLevel(level + 1)
+handlers_of_a_logger
+    | logs(0); held = logging.NullHandler() | out * (3 if held in LOG.handlers else 1)
+    | logs(0, held)
+""")
+
+
+# --- numbers and tensors that a capture has others for
+
+reads("""
+number_of_a_tensor_is_a_float
+    | | value = out.mean().item(); out * (2 if isinstance(value, float) else 3)
+    | | is_planned
+numbers_of_a_tensor_are_floats
+    | | values = out.mean(1).tolist()
+    ; out * (2 if all(isinstance(value, float) for value in values) else 3)
+    | | is_planned
+type_of_a_number_of_a_tensor
+    | | value = out.mean().item(); out * (2 if type(value) is float else 3)
+""")
+
+
+@PROGRAMS
+def parametrization_that_is_cached_in_one_step() -> Training:
+    class Noisy(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight + torch.rand(())
+
+    model = perceptron()
+    parametrize.register_parametrization(model[0], "weight", Noisy())
+    return trained(
+        model,
+        loss_fn=lambda y, t: functional.cross_entropy(y, t) * model[0].weight.sum(),
+        around=lambda n: parametrize.cached() if n == 2 else contextlib.nullcontext(),
+    )
+
+
+TARGETS = """
+def build():
+    training = trained(perceptron())
+    (_, first), (_, second) = training.batches
+    table = {table}
+    training.loss_fn = lambda y, t: functional.cross_entropy(y, t) * {rate}
+    return training
+"""
+
+PROGRAMS.table(globals(), TARGETS, "table rate")("""
+identity_of_the_batch | {id(second): 3.0} | table.get(id(t), 1.0)
+table_by_the_batch | {second: 3.0} | (3.0 if t in table else 1.0)
+table_by_a_number_of_the_batch
+    | dict(enumerate([1.0, 3.0, 5.0, 7.0])) | table[t[0].item()] | is_planned
 """)
 
 
@@ -336,6 +434,9 @@ file_appears_by_os
 file_appears_in_a_list
     | flag = flag_file() | out * (3 if "flag" in os.listdir(flag.parent) else 1)
     | flag.touch()
+file_read
+    | flag = flag_file(); flag.write_text("1.0") | out * float(flag.read_text())
+    | flag.write_text("3.0")
 tensor_loaded
     | path = save_tensor(1.0) | out * torch.load(path) | save_tensor(3.0)
 array_loaded
@@ -351,6 +452,12 @@ today_is_asked
 configuration_read_by_a_parser
     | held = configured() | out * held.getfloat("model", "scale")
     | held.set("model", "scale", "3.0")
+data_set_replaced
+    | held = torch.utils.data.TensorDataset(torch.ones(4)) | out * held.tensors[0]
+    | held.tensors = (torch.ones(4) * 3,)
+scaler_of_gradients
+    | held = torch.cuda.amp.GradScaler(enabled=False)
+    | out * (3 if held.is_enabled() else 1) | held._enabled = True
 distributions_scale
     | normal = torch.distributions.Normal(torch.zeros(4), torch.ones(4))
     | out - normal.log_prob(out) | normal.scale = torch.ones(4) * 3
@@ -381,6 +488,12 @@ _LINEAR, _CALL = functional.linear, nn.Module.__call__
 @PROGRAMS
 def function_beneath_a_layer_replaced() -> Training:
     return replacing(perceptron(), functional, "linear", lambda *a: _LINEAR(*a) * 2)
+
+
+@PROGRAMS
+def torch_function_replaced() -> Training:
+    model = Reading(lambda s, out: functional.softsign(out))
+    return replacing(model, functional, "softsign", lambda x: x / 3)
 
 
 @PROGRAMS(is_planned=True)
@@ -471,14 +584,10 @@ gradient_of_an_operation_called_by_name
 # --- tensors
 
 
-@PROGRAMS
-def data_replaced_in_the_forward_pass() -> Training:
-    def read(module: Any, y: torch.Tensor) -> torch.Tensor:
-        weight = module.net[0].weight
-        weight.data = weight.data / weight.data.norm()
-        return y
-
-    return trained(Reading(read))
+reads("""
+data_replaced_in_the_forward_pass
+    | | kept = s.net[0].weight; kept.data = kept.data / kept.data.norm(); out
+""")
 
 
 @PROGRAMS
@@ -533,24 +642,6 @@ def method_added_to_tensors() -> Training:
         change=functools.partial(setattr, torch.Tensor, "tanh", torch.sin),
         undo=functools.partial(delattr, torch.Tensor, "tanh"),
     )
-
-
-class AttributeOfInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, x: Any) -> torch.Tensor:
-        return self.layer(x) * x.zoom  # type: ignore[no-any-return]
-
-
-@PROGRAMS
-def input_has_an_attribute() -> Training:
-    x: Any = torch.randn(8, 6)
-    x.zoom = 1.0
-    batch = x, torch.randint(0, 4, (8,))
-    change = functools.partial(setattr, x, "zoom", 3.0)
-    return trained(AttributeOfInput(), batches=[batch], change=change)
 
 
 @PROGRAMS

@@ -287,20 +287,15 @@ def target_is_changed_by_the_loss() -> Training:
     return trained(squares(), batches=[batch], loss_fn=loss)
 
 
-@PROGRAMS
-def input_is_a_parameters_memory() -> Training:
-    model = squares()
-    batch = model[0].weight.detach(), torch.randn(6, 6)
-    return trained(model, batches=[batch], loss_fn=mean_square)
-
-
-@PROGRAMS
-def input_is_a_parameters_memory_later() -> Training:
-    model = squares()
-    apart = torch.randn(6, 6), torch.randn(6, 6)
-    shared = model[2].weight.detach(), torch.randn(6, 6)
-    batches = [apart, apart, shared, shared]
+def of_a_weight(first: int) -> Training:
+    """Return a training whose input is a parameter's memory from a step on."""
+    model, y = squares(), torch.randn(6, 6)
+    batches = [(torch.randn(6, 6), y)] * first + [(model[first].weight.detach(), y)] * 2
     return trained(model, batches=batches, loss_fn=mean_square)
+
+
+PROGRAMS(lambda: of_a_weight(0), name="input_is_a_parameters_memory")
+PROGRAMS(lambda: of_a_weight(2), name="input_is_a_parameters_memory_later")
 
 
 @PROGRAMS
@@ -314,31 +309,19 @@ def input_is_a_buffer_that_counts() -> Training:
     return trained(model, batches=[(model.seen, vectors()[1])])
 
 
-@PROGRAMS
-def input_wants_a_gradient_later() -> Training:
+BATCHES = """
+def build():
     x, y = vectors()
-    wanting = x.clone().requires_grad_()
-    return trained(perceptron(), batches=[(x, y), (x, y), (wanting, y), (wanting, y)])
+    later = {x}, {y}
+    return trained(perceptron(), batches=[(x, y), (x, y), later, later])
+"""
 
-
-@PROGRAMS
-def input_is_a_parameter() -> Training:
-    x, y = vectors()
-    return trained(perceptron(), batches=[(x, y), (x, y), (nn.Parameter(x), y)])
-
-
-@PROGRAMS
-def target_changes_its_type() -> Training:
-    x, y = vectors()
-    likely = functional.one_hot(y, 4).float()
-    return trained(perceptron(), batches=[(x, y), (x, y), (x, likely), (x, likely)])
-
-
-@PROGRAMS
-def input_changes_its_type() -> Training:
-    x, y = vectors()
-    batches = [(x, y), (x, y), (x.double(), y)]
-    return trained(Reading(lambda s, out: out), batches=batches)
+PROGRAMS.table(globals(), BATCHES, "x y")("""
+input_wants_a_gradient_later | x.clone().requires_grad_() | y
+input_is_a_parameter | nn.Parameter(x) | y
+input_changes_its_type | x.double() | y
+target_changes_its_type | x | functional.one_hot(y, 4).float()
+""")
 
 
 class Taking(nn.Module):
@@ -386,6 +369,9 @@ def without_statistics(norm: Any) -> None:
 
 
 convolutional_networks("""
+stride_of_a_convolution | | m[0].stride = (2, 2)
+padding_of_a_convolution | | m[0].padding = (2, 2)
+dilation_of_a_convolution | | m[0].dilation = (2, 2)
 momentum_of_a_norm | | m[1].momentum = 0.5
 momentum_of_a_norm_from_none | m[1].momentum = None | m[1].momentum = 0.5
 momentum_of_a_norm_to_none | | m[1].momentum = None
@@ -557,11 +543,8 @@ def autocast_of_another_type() -> Training:
 
 @PROGRAMS
 def autocast_off() -> Training:
-    def before(number: int) -> None:
-        autocast_on()
-        torch.set_autocast_enabled("cpu", number < 2)
-
-    return trained(perceptron(), before=before)
+    switch = functools.partial(torch.set_autocast_enabled, "cpu")
+    return trained(perceptron(), before=lambda n: (autocast_on(), switch(n < 2)))
 
 
 @PROGRAMS
@@ -634,6 +617,13 @@ asked(
     lambda x: torch.cat([x, x])[: len(x)],
 )
 asked("version", lambda x: x._version > 0, lambda x: x.add_(0))
+
+
+@PROGRAMS
+def input_has_an_attribute() -> Training:
+    batch = scaled(torch.randn(8, 6)), torch.randint(0, 4, (8,))
+    change = functools.partial(setattr, batch[0], "scale", 1.0)
+    return trained(Asking(lambda x: x.scale > 2), batches=[batch], change=change)
 
 
 @PROGRAMS(is_planned=True)

@@ -178,7 +178,14 @@ class Own(optim.Optimizer):
                     p.sub_(p.grad * (group["lr"] * group["scale"] * self.factor))
 
 
+class Typed(Own):
+    def step(self):
+        for _ in range(1 if type(self.param_groups[0]["lr"]) is float else 2):
+            super().step()
+
+
 optimizers("""
+own_optimizer_asks_for_a_type | Typed(m.parameters()) | | is_planned
 own_optimizers_attribute | Own(m.parameters()) | o.factor = 3.0
 own_optimizers_number | Own(m.parameters()) | g["scale"] = 3.0
 own_optimizers_class
@@ -314,7 +321,16 @@ def parametrized() -> nn.Module:
     return model
 
 
+class Negated(nn.ReLU):
+    def forward(self, x):
+        return -x
+
+
 models("""
+class_assigned | perceptron() | m[1].__class__ = Negated
+forward_replaced_on_the_instance
+    | perceptron() | m.forward = lambda x: m[2](m[0](x))
+method_of_a_layer_replaced | perceptron() | m[1].forward = torch.tanh
 seeded_between | dropping() | torch.manual_seed(7)
 layer_frozen | perceptron() | m[0].requires_grad_(False) | is_planned
 layer_thawed | frozen() | m[0].requires_grad_(True) | is_planned
@@ -388,20 +404,6 @@ def everything_in_double() -> Training:
 
     batches = [(x, y), (x, y), (x.double(), y), (x.double(), y)]
     return trained(model, optimizer=optimizer, batches=batches, change=change)
-
-
-def convolutions(name: str, change: Callable[[Any], Any]) -> None:
-    """Add a program whose convolution is changed."""
-
-    def build() -> Training:
-        model = convolutional()
-        return Training(model, sgd(model), [images()], change=lambda: change(model[0]))
-
-    PROGRAMS(build, name=name)
-
-
-for what in ("stride", "padding", "dilation"):
-    convolutions(f"{what}_of_a_convolution", lambda c, k=what: setattr(c, k, (2, 2)))
 
 
 @PROGRAMS

@@ -32,12 +32,17 @@ def torch_packages() -> frozenset[str]:
     return frozenset({*(n.replace("-", "_").lower() for n in names), "numpy"})
 
 
+def is_torch_file(file: str) -> bool:
+    """Return whether a file is of PyTorch or ours."""
+    return file.startswith((_PACKAGE, _TORCH))
+
+
 @functools.cache
 def is_library_file(file: str) -> bool:
     """Return whether a file is of Python, PyTorch, a package that it needs, or ours."""
     if file.startswith("<"):
         return file.startswith(("<frozen", "<eval_with_key", "<attrs generated"))
-    if file.startswith((_PACKAGE, _TORCH)):
+    if is_torch_file(file):
         return True
     _, found, installed = file.rpartition("site-packages" + os.sep)
     if found:
@@ -93,7 +98,7 @@ def _line_of_frame(frame: FrameType, line: int) -> str:
 
 
 def _is_user_file(file: str) -> bool:
-    if file.startswith(("<", _PACKAGE, _TORCH)):
+    if file.startswith("<") or is_torch_file(file):
         return False
     return not file.startswith(_STANDARD) or "site-packages" in file
 

@@ -5,13 +5,15 @@ two computations, with different random numbers, so checkpoints are turned off; 
 computes the same without them. `torch.compile` is undone for the same reason.
 """
 
+import abc
 import builtins
 import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,9 +22,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import checkpoint
 
 from mucudnn.errors import UnsupportedError
-from mucudnn.torch.capture.reads import ReadRecorder
+from mucudnn.torch.capture.reads import ReadRecorder, UnsoundCaptureError
 from mucudnn.torch.internals import replaced
-from mucudnn.torch.source_lines import is_library_file, line_now
+from mucudnn.torch.source_lines import is_library_file, is_torch_file, line_now
 
 
 @contextmanager
@@ -42,8 +44,9 @@ def uncompiled(root: torch.nn.Module, recorder: ReadRecorder) -> Iterator[None]:
 
 @contextmanager
 def output_noted(recorder: ReadRecorder) -> Iterator[None]:
-    """Note where the step prints or logs."""
+    """Note where the step prints or logs, and the loggers that it asks for by name."""
     show, handle = builtins.print, logging.Logger.handle
+    get = logging.Manager.getLogger
 
     def noting_print(*args: Any, **kwargs: Any) -> None:
         recorder.writes = recorder.writes or line_now()
@@ -54,53 +57,91 @@ def output_noted(recorder: ReadRecorder) -> Iterator[None]:
             recorder.writes = recorder.writes or line_now()
         handle(logger, record)
 
+    def noting_get(manager: logging.Manager, name: str) -> logging.Logger:
+        logger = get(manager, name)
+        if not is_torch_file(sys._getframe(2).f_code.co_filename):
+            recorder.take_logger(logger)
+        return logger
+
     recorder.lend(vars(builtins), "print", "builtin 'print'")
-    handler = replaced(logging.Logger, handle=noting_handle)
-    with replaced(builtins, print=noting_print), handler:
+    of_loggers = replaced(logging.Logger, handle=noting_handle)
+    of_names = replaced(logging.Manager, getLogger=noting_get)
+    with replaced(builtins, print=noting_print), of_loggers, of_names:
         yield
 
 
 @contextmanager
 def asked_as_eagerly(
-    recorder: ReadRecorder, identities: Mapping[int, int], *, numbers: bool
+    recorder: ReadRecorder, identities: Mapping[int, int], batch: Collection[int]
 ) -> Iterator[None]:
     """Tell users' code that numbers and tensors of the graph are those of eager mode.
 
-    `isinstance` takes a symbol for a Python number. `id`, sets and dicts take what
-    stands in for a parameter or buffer for that tensor itself.
+    `isinstance` and `match` take a symbol for a Python number, dicts for its value; as
+    text it is refused. `id`, sets and dicts take what stands in for a tensor for that
+    tensor itself.
 
     Args:
-        recorder: Is told what is replaced.
+        recorder: Is told what is replaced, and what is asked.
         identities: Identity of a stand-in -> identity of the tensor.
-        numbers: Whether Python numbers are inputs of the graph; `isinstance` is slower.
+        batch: Identities of the tensors of the batch.
     """
-    ask, identity = builtins.isinstance, builtins.id
-
-    def is_ours() -> bool:
-        return is_library_file(sys._getframe(2).f_code.co_filename)
-
-    def ask_of_number(value: Any, kinds: Any) -> bool:
-        plain = _NUMBERS.get(type(value))
-        return ask(value if plain is None or is_ours() else plain, kinds)
+    identity = builtins.id
 
     def identity_of(value: Any) -> int:
-        own = identity(value)
-        return own if own not in identities or is_ours() else identities[own]
+        if is_library_file(sys._getframe(1).f_code.co_filename):
+            return identity(value)
+        return hash_of(value)
 
-    def hash_of(tensor: torch.Tensor) -> int:
-        return identities.get(identity(tensor), identity(tensor))
+    def hash_of(tensor: Any) -> int:
+        own = identities.get(identity(tensor), identity(tensor))
+        if own in batch:
+            caller = sys._getframe(1).f_code.co_filename
+            if caller == __file__ or not is_library_file(caller):
+                said = f"it asks which tensor the batch has{line_now()}"
+                recorder.lasts_one_run(said)
+        return own
 
-    asked = {"id": identity_of} | ({"isinstance": ask_of_number} if numbers else {})
-    for name in asked:
-        recorder.lend(vars(builtins), name, f"builtin {name!r}")
+    def is_users(caller: FrameType) -> bool:
+        while caller.f_back and caller.f_code.co_filename == _ABSTRACT:
+            caller = caller.f_back
+        return not is_torch_file(caller.f_code.co_filename)
+
+    def as_number(symbol: Any, plain: Any) -> AbstractContextManager[None]:
+        """Have a class of symbols look like a class of Python's numbers to users."""
+        show, key = symbol.__repr__, symbol.__hash__
+
+        def attribute(number: Any, name: str) -> Any:
+            if name == "__class__" and is_users(sys._getframe(1)):
+                return plain
+            return object.__getattribute__(number, name)
+
+        def text(number: Any, *form: str) -> str:
+            if not is_library_file(sys._getframe(1).f_code.co_filename):
+                raise UnsoundCaptureError(
+                    f"the step writes a number as text{line_now()}, which is a symbol "
+                    "during capture; do so outside, with what the step returns"
+                )
+            return object.__format__(number, *form) if form else show(number)
+
+        def hashed(number: Any) -> int:
+            return hash(plain(number)) if is_users(sys._getframe(1)) else key(number)
+
+        names = {"__getattribute__": attribute, "__hash__": hashed}
+        return replaced(symbol, __repr__=text, __format__=text, **names)
+
+    recorder.lend(vars(builtins), "id", "builtin 'id'")
     with (
-        replaced(builtins, **asked),
+        replaced(builtins, id=identity_of),
         replaced(torch.Tensor, __hash__=hash_of),
+        as_number(torch.SymFloat, float),
+        as_number(torch.SymInt, int),
+        as_number(torch.SymBool, bool),
     ):
         yield
 
 
-_NUMBERS = {torch.SymFloat: 0.0, torch.SymInt: 0, torch.SymBool: False}
+_ABSTRACT = abc.ABCMeta.__instancecheck__.__code__.co_filename
+"""File of Python's function by which `isinstance` asks an abstract class."""
 
 
 class _Stateless:

@@ -57,6 +57,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -92,12 +93,13 @@ _STILL = (
     slice, range, enum.Enum, re.Pattern, datetime.date, datetime.time,
     datetime.timedelta, datetime.tzinfo, decimal.Decimal, np.dtype, np.generic,
     operator.attrgetter, operator.itemgetter, operator.methodcaller, np.ufunc, super,
+    type(np.mean), torch.dtype, torch.device, torch.layout, torch.memory_format,
     types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.WrapperDescriptorType, types.MethodDescriptorType, types.GenericAlias,
     types.ClassMethodDescriptorType, types.UnionType,
     collections._tuplegetter,  # type: ignore[attr-defined]  # of a named tuple
     types.FrameType, types.TracebackType, type(threading.Lock()),
-    type(threading.RLock()), logging.Logger, logging.LoggerAdapter, logging.Handler,
+    type(threading.RLock()), logging.Handler,
 )  # fmt: skip
 """Types whose objects do not change, or whose changes cannot influence a result."""
 
@@ -109,14 +111,13 @@ _REACHES_UNSEEN = frozenset({
 in a thread that exists already: all functions count as running then."""
 
 _UNSEEN_MODULES = (
-    "torch", "pybind11_builtins", "weakref", "importlib", "_frozen_importlib", "typing",
-    "threading", "logging", "warnings", "inspect", "abc", "_weakref", "mucudnn",
-    "numpy", "_thread", "concurrent",
+    "torch", "pybind11_builtins", "importlib", "_frozen_importlib", "typing", "mucudnn",
+    "concurrent", "inspect", "threading", "weakref",
 )  # fmt: skip
 """Packages whose objects are not looked into: their state decides no result."""
 
 _UNSEEN_OF_TORCH = re.compile(
-    r"torch(\..*)?\._|torch\.(fx|library|jit|cuda|overrides|utils|autograd|export|"
+    r"torch(\..*)?\._|torch\.(fx|library|jit|cuda(?!\.amp)|overrides|autograd|export|"
     r"compiler|profiler|distributed|backends|futures|package|ops)\b"
 )
 """Modules of PyTorch whose objects are not looked into: tracing, graphs, kernels."""
@@ -135,7 +136,7 @@ _ASKS_OUTSIDE: Mapping[str, frozenset[str]] = {
     "numpy": frozenset({"fromfile", "genfromtxt", "load", "loadtxt"}),
     "numpy.random": frozenset({"RandomState", "SeedSequence", "default_rng"}),
     "random": frozenset({"Random", "SystemRandom"}),
-    "sys": frozenset({"_getframe"}),
+    "sys": frozenset({"_getframe", "getrecursionlimit"}),
     "torch": frozenset({"load"}),
 }
 """Functions of libraries that read what no note shows, by module."""
@@ -149,7 +150,7 @@ _ASKS_FILES = _ASKS_OUTSIDE[os.path.__name__] | {
 _LOOKS_ANYWHERE = (globals, locals, vars, eval, exec, open, input, __import__)
 """Builtins that reach state which no note shows."""
 
-_READS_FILES = frozenset({"read_text", "read_bytes", "fromfile", "loadtxt"})
+_READS_FILES = frozenset({"read_text", "read_bytes", "fromfile", "loadtxt", "locked"})
 """Names of methods that read what no note shows."""
 
 _STRUCTURE = frozenset(
@@ -226,6 +227,7 @@ class ReadRecorder:
             captured, or for one run only.
         writes: Where the step prints or logs; empty if it does not.
         repeats: What the function of a checkpoint changes; empty if nothing.
+        has_numbers: Whether the step has numbers that are symbols while it is captured.
         is_computing: Whether a function with a cache is computed on real tensors.
     """
 
@@ -257,7 +259,8 @@ class ReadRecorder:
         self._classes: dict[type, dict[str, Any]] = {}
         self._namespaces: list[types.ModuleType] = []
         self._reasons: list[str] = []
-        self._opaque = self._held = self._compares = ""
+        self._opaque = self._held = self._compares = self._asks_type = ""
+        self.has_numbers = bool(self._floats)
         self.in_update = False  # of the optimizer, whose groups and state are lent
         self._users: dict[type, frozenset[str]] = {}  # classes, and their attributes
         self._paused = True
@@ -304,6 +307,8 @@ class ReadRecorder:
         self._note(Kind.GENERATOR, random, set_random_state, "the generator of random")
         label = "the generator of numpy.random"
         self._note(Kind.GENERATOR, np.random, set_random_state, label)
+        label = "parametrize.cached()"
+        self._note(Kind.ENTRY, vars(parametrize), "_cache_enabled", label)
         try:
             for module in self._modules:
                 self._take(module, f"a {type(module).__name__}")
@@ -397,6 +402,9 @@ class ReadRecorder:
                 f"given, by `is`{self._compares}, which a capture cannot; compare "
                 "names, or use `in` with a set"
             )
+        if self.has_numbers and self._asks_type and not self._opaque:
+            self.may_be_unread = True
+            self._opaque = _TYPE.format(self._asks_type)
         if self._opaque:
             raise UnsoundCaptureError(self._opaque)
         read = set(map(id, self._reads.values()))
@@ -484,9 +492,23 @@ class ReadRecorder:
         """Note why the capture is valid for one run only."""
         self._reasons.append(reason)
 
+    def check_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse the update of a user's optimizer that asks for the type of a rate."""
+        if self._asks_type and not _is_library(type(optimizer)):
+            raise UnsoundCaptureError(_TYPE.format(self._asks_type))
+
     def take_operation(self, name: str) -> None:
         """Note what the gradient of an operation, such as "my::op", may read."""
         self._take(torch._library.custom_ops.OPDEFS.get(name), name)
+
+    def take_logger(self, logger: logging.Logger) -> None:
+        """Note what decides whether a logger writes, and to which handlers."""
+        self._note(Kind.ENTRY, vars(logger.manager), "disable", "logging.disable")
+        for name in ("level", "disabled", "parent", "propagate"):
+            label = f"{name!r} of logger {logger.name!r}"
+            self._take(self._note(Kind.ENTRY, vars(logger), name, label), label)
+        label = f"the handlers of logger {logger.name!r}"
+        self._note(Kind.CONTENTS, logger.handlers, None, label)
 
     def check_effects(self, effects: Sequence[Effect]) -> None:
         """Refuse effects that cannot be had again after a run of the captured step.
@@ -681,9 +703,8 @@ class ReadRecorder:
                 continue
             held = self._vars_of(base)
             self._users[base] = frozenset(held)
-            self._note(
-                Kind.SLOT, base, "__name__", f"the name of class {base.__name__}"
-            )
+            for slot in ("__name__", "__bases__"):
+                self._note(Kind.SLOT, base, slot, f"{slot} of class {base.__name__}")
             if isinstance(base, abc.ABCMeta):  # as `register` changes isinstance()
                 label = "the classes that are registered as others (abc)"
                 asked = operator.methodcaller("get_cache_token")
@@ -759,13 +780,9 @@ class ReadRecorder:
             self._take(target, label)
         elif isinstance(value, _WEAK_CONTAINERS):
             self._contents(vars(value)["data"], label)
-        elif isinstance(value, threading.local):
-            self._contents(vars(value), label)
-        elif isinstance(value, threading.Event):
-            self._note(Kind.ENTRY, vars(value), "_flag", label)
         elif isinstance(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                self._take(part, label)
+            for part in ("func", "args", "keywords", "__dict__"):
+                self._take(self._note(Kind.SLOT, value, part, label), label)
         elif isinstance(value, types.ModuleType):
             self._watch_namespace(value)
         elif isinstance(value, type):
@@ -782,8 +799,10 @@ class ReadRecorder:
             if value.dtype.hasobject or value.nbytes > _MOST_ARRAY_BYTES:
                 self._refuse(f"{label} is a NumPy array of {value.nbytes} bytes")
             self._note(Kind.ARRAY, value, None, label)
-        elif isinstance(value, types.SimpleNamespace):
-            self._contents(value.__dict__, label)
+        elif isinstance(value, logging.Logger):
+            self.take_logger(value)
+        elif isinstance(value, _NAMESPACES):
+            self._contents(vars(value), label)
         elif isinstance(value, random.SystemRandom):
             self._may_run_once(f"it draws from {label}")
         elif isinstance(value, _RANDOM):
@@ -805,7 +824,7 @@ class ReadRecorder:
             if not _is_unseen(kind) or isinstance(value, nn.Module):
                 self._take_class(kind)
                 self._watch_class(kind)
-        elif not _is_unseen(kind):
+        elif kind is torch.Generator or not _is_unseen(kind):
             self._refuse(f"{label} is a {kind.__module__}.{kind.__qualname__}")
 
     def _compute_outside(self, function: Any, label: str) -> None:
@@ -984,8 +1003,8 @@ class ReadRecorder:
                     self._runs(other)
         if names.compares:
             self._compares = where
-        if self._floats and "float" in names.loaded and texts & {"type", "__class__"}:
-            self._refuse(f"{name} asks for the type of numbers{where}")
+        if "type" in names.loaded and {"float", "int", "bool"} & {*names.loaded}:
+            self._asks_type = where
         if "cache_info" in texts:  # planned steps do not ask the caches
             self._refuse(f"{name} reads the state of a cache{where}")
         if reading := sorted(_READS_FILES & texts):
@@ -1052,6 +1071,8 @@ class ReadRecorder:
             self._may_run_once(f"it uses {module.__name__}.{named[0]}{where}")
         if asking := _ASKS_OUTSIDE.get(module.__name__, frozenset()) & names.texts:
             self._may_run_once(f"it calls {min(asking)}(){where}")
+        if module is logging:
+            self._take(logging.root, "the root logger")
         if module is os and {"environ", "getenv"} & names.texts:
             self._contents(os.environ._data, "os.environ")  # type: ignore[attr-defined]
         for name in named:
@@ -1090,6 +1111,11 @@ class ReadRecorder:
         module.__class__ = Noting
         self._namespaces.append(module)
 
+
+_TYPE = (
+    "the step asks for the type of a number{}, which is a symbol during capture; use "
+    "isinstance()"
+)
 
 _CACHE = (
     "the step fills {}, a function with a cache, which {}; call it once before the step"
@@ -1165,6 +1191,10 @@ _WEAK_CONTAINERS = (
     weakref.WeakValueDictionary,
     weakref.WeakSet,
 )
+
+_NAMESPACES = (
+    types.SimpleNamespace, threading.local, threading.Event, threading.Semaphore,
+)  # fmt: skip
 
 _KEPT_ALIVE = (type(None), nn.Module, torch.optim.Optimizer, torch.Tensor)
 """Types whose objects a step holds anyway, so that references to them do not die."""
@@ -1256,13 +1286,13 @@ def _codes_in(code: types.CodeType) -> frozenset[int]:
 def _is_unseen(value: Any) -> bool:
     """Return whether a class, module or function is of a package not looked into."""
     module = value if isinstance(value, types.ModuleType) else None
-    name = module.__name__ if module else getattr(value, "__module__", None)
+    name = module.__name__ if module else getattr(value, "__module__", None) or ""
+    package = name.partition(".")[0]
     if isinstance(value, type):
-        if _is_of_other_module(value):
+        if _is_of_other_module(value) or package == "numpy":
             return False
-        if (name or "").startswith("torch."):
-            return _UNSEEN_OF_TORCH.match(name or "") is not None
-    package = (name or "").partition(".")[0]
+        if name.startswith("torch."):
+            return _UNSEEN_OF_TORCH.match(name) is not None
     return package in _UNSEEN_MODULES or package in torch_packages()
 
 

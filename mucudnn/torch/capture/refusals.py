@@ -100,6 +100,8 @@ _UNKNOWN = {
 }
 """What stands in for a tensor while a step is captured cannot tell."""
 
+_SYMBOLS = torch.SymFloat, torch.SymInt, torch.SymBool
+
 _GRAD = torch.Tensor.grad.__get__
 
 _METHODS = {torch._tensor.__file__, torch.overrides.__file__}
@@ -388,6 +390,8 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
                 "during capture; ask for it outside the step"
             )
         result = func(*args, **kwargs)
+        if isinstance(result, _SYMBOLS) and _is_asked_by_user(sys._getframe(1)):
+            self._recorder.has_numbers = True
         if (
             args
             and type(args[0]) is torch.Tensor
@@ -408,6 +412,14 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             return functional.gaussian_nll_loss(input, target, var, *more, **options)
         finally:
             self._shapes.outcome = None
+
+
+_WITHOUT_DATA = (
+    "Expected scalars to be on CPU",
+    "on unresolved conjugated tensors",
+    "!this_view_meta->has_fw_view()",
+)
+"""What PyTorch's errors say of calls that work on tensors with data only."""
 
 
 def _is_asked_by_user(frame: FrameType | None) -> bool:
@@ -449,7 +461,8 @@ def saying_where() -> Iterator[None]:
                 "or a similar higher-order operation; wrap it with "
                 "torch.library.custom_op, register_fake and register_autograd"
             ) from e
-        if isinstance(e, NotImplementedError) and not is_raised_by_user(e):
+        missing = isinstance(e, NotImplementedError) and not is_raised_by_user(e)
+        if missing or any(text in str(e) for text in _WITHOUT_DATA):
             raise UnsoundCaptureError(
                 "the step makes a call that cannot be "
                 f"captured{line_of_traceback(e.__traceback__)}: {e}; make it outside "

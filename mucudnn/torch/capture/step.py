@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
@@ -221,13 +222,14 @@ def _trace(
             uncompiled(tracer.root, recorder),
             output_noted(recorder),
             asked_as_eagerly(
-                recorder, tracer.identities, numbers=bool(settings.floats)
+                recorder, tracer.identities, frozenset(map(id, tracer.batch.tensors))
             ),
             plain_checkpoints(tracer.noting_changes),
             replaced(torch.autograd, backward=tracer.run_backward),
             # PyTorch's tracer would call modules as when it was imported.
             replaced(_symbolic_trace, _orig_module_call=torch.nn.Module.__call__),
             seeding_refused(),
+            replaced(parametrize, _cache={}),  # of tensors with data
             without_collectives(root),
             mode,
             torch.enable_grad(),
@@ -404,6 +406,7 @@ class _Tracer:
             batch = list(given)
             functions.batch = frozenset(map(id, batch))
             for tensor, real in zip(batch, self.batch.tensors, strict=True):
+                self.identities[id(tensor)] = id(real)
                 if own := attributes_of(real):
                     vars(tensor).update(own)
                     self.recorder.lasts_one_run("it is given tensors with attributes")
@@ -571,6 +574,7 @@ class _Tracer:
             try:
                 with saying_where():
                     self.optimizer.step()
+                self.recorder.check_rates(self.optimizer)
             except UnsupportedError as e:
                 raise UpdateNotRecordedError(str(e)) from e
             except Exception as e:  # the optimizer's code may raise anything
