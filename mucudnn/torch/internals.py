@@ -187,6 +187,31 @@ def break_reasons() -> dict[str, int]:
     return found
 
 
+def fresh_fake(like: FakeTensor, shape: Sequence[int] | None = None) -> FakeTensor:
+    """Return a fake tensor like another, with its own storage.
+
+    It is contiguous if it is given another shape.
+
+    PyTorch's public functions would dispatch, which takes ten times as long.
+    """
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        made = torch.empty_strided(
+            like.shape, like.stride(), dtype=like.dtype, device="meta"
+        )
+        if shape is not None:
+            made = made.new_empty(shape)
+        return FakeTensor(like.fake_mode, made, like.device)
+
+
+def view_of_fake(base: FakeTensor, like: FakeTensor) -> FakeTensor:
+    """Return a view of the storage of a fake tensor, of the layout of another."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        made = torch.empty((0,), dtype=like.dtype, device="meta").set_(
+            base.untyped_storage(), like.storage_offset(), like.shape, like.stride()
+        )
+        return FakeTensor(base.fake_mode, made, like.device)
+
+
 def refresh_values(module: torch.fx.GraphModule) -> None:
     """Recompute fake values of a graph whose views do not share their base's storage.
 

@@ -21,7 +21,7 @@ from mucudnn.torch.capture.optimizers import make_state
 from mucudnn.torch.capture.step_tensors import Batch, check_parts
 from mucudnn.torch.costs.measure import WrongResultsError
 from mucudnn.torch.distributed.sharding import groups_of
-from mucudnn.torch.lowering.lowered import Layout
+from mucudnn.torch.lowering.lowered import Layout, leaves_of
 from mucudnn.torch.lowering.overloads import corrected
 from mucudnn.torch.source_lines import storage_of
 
@@ -276,7 +276,7 @@ def _without_symbols_of_complex(args: Any, kwargs: Any) -> tuple[Any, Any]:
     PyTorch's models of kernels convert them to complex, which a symbol cannot be. The
     layout of a result does not depend on them.
     """
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = leaves_of(args, kwargs)
     if not any(isinstance(v, torch.Tensor) and v.is_complex() for v in leaves):
         return args, kwargs
     found: tuple[Any, Any] = pytree.tree_map_only(

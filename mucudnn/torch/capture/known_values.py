@@ -39,7 +39,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from mucudnn.torch.costs.meters import meter_of
 from mucudnn.torch.execution.devices import autocast_off
-from mucudnn.torch.lowering.lowered import Layout
+from mucudnn.torch.lowering.lowered import Layout, leaves_of
 
 _aten = torch.ops.aten
 
@@ -434,7 +434,7 @@ def of_known_shape(
 
 def _with_numbers(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Replace symbols for sizes and places by numbers that the batch determines."""
-    if not any(isinstance(v, torch.SymInt) for v in pytree.tree_leaves((args, kwargs))):
+    if not any(isinstance(v, torch.SymInt) for v in leaves_of(args, kwargs)):
         return args, kwargs
     counts = function.overloadpacket is _aten.arange
     takes = [

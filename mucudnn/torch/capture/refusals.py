@@ -36,6 +36,7 @@ from mucudnn.torch.capture.known_values import KnownShapes, of_known_shape
 from mucudnn.torch.capture.many_tensor_updates import FUSED, record_fused
 from mucudnn.torch.capture.op_overrides import CountedAverages
 from mucudnn.torch.capture.reads import ReadRecorder, UnsoundCaptureError
+from mucudnn.torch.capture.repeated_calls import RepeatedCalls
 from mucudnn.torch.capture.undeclared_writes import (
     arguments_by_name,
     in_place_on_copy,
@@ -45,6 +46,7 @@ from mucudnn.torch.capture.undeclared_writes import (
 )
 from mucudnn.torch.distributed.sharding import is_own_collective
 from mucudnn.torch.lowering.lower import CHECKS, DENSE
+from mucudnn.torch.lowering.lowered import leaves_of
 from mucudnn.torch.source_lines import (
     is_library_file,
     is_raised_by_user,
@@ -123,18 +125,25 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
     Args:
         recorder: Notes what gradients of users' operations read.
         shapes: Values that the batch determines.
+        calls: Records operations that were called before.
         as_compiled: Whether operations are those that `torch.compile` traces.
     """
 
     supports_higher_order_operators = True  # so that they are refused here
 
     def __init__(
-        self, recorder: ReadRecorder, shapes: KnownShapes, *, as_compiled: bool
+        self,
+        recorder: ReadRecorder,
+        shapes: KnownShapes,
+        calls: RepeatedCalls,
+        *,
+        as_compiled: bool,
     ) -> None:
         super().__init__()
         self._as_compiled = as_compiled
         self._state = torch.default_generator.get_state()
         self._shapes = shapes
+        self._calls = calls
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -179,7 +188,7 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         if func is torch.ops.aten.bernoulli.p:
             plain = torch.empty_like(args[0], memory_format=torch.contiguous_format)
             return plain.bernoulli_(args[1])
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_of(args, kwargs)
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         outside = [t for t in given if not isinstance(t, FunctionalTensor)]
         if (
@@ -196,7 +205,7 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
         ):
             found = recorded_call(func, args, kwargs)
         else:
-            found = func(*args, **kwargs)
+            found = self._calls.operation(func, args, kwargs)
         for result in found if isinstance(found, tuple | list) else (found,):
             if isinstance(result, torch.Tensor) and (reason := _laid_out(result)):
                 raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
@@ -260,7 +269,7 @@ def _calls_in_turn(func: Any, args: Any, kwargs: Any) -> list[Callable[[], Any]]
     schema = func._schema
     if not schema.is_mutable or not schema.name.startswith("aten::_foreach_"):
         return []
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = leaves_of(args, kwargs)
     mine = [t.elem for t in leaves if isinstance(t, FunctionalTensor)]
     if len(set(map(storage_of, mine))) == len(mine):
         return []
@@ -339,7 +348,7 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
         kwargs = kwargs or {}
         if self._recorder.is_computing:
             return func(*args, **kwargs)
-        if any(id(v) in self.stand_ins for v in pytree.tree_leaves((args, kwargs))):
+        if any(id(v) in self.stand_ins for v in leaves_of(args, kwargs)):
             found = self.stand_ins
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda t: found.get(id(t), t), (args, kwargs)

@@ -21,6 +21,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import _symbolic_trace
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
@@ -49,6 +51,8 @@ from mucudnn.torch.capture.refusals import (
     StepFunctions,
     saying_where,
 )
+from mucudnn.torch.capture.repeated_calls import RepeatedCalls
+from mucudnn.torch.capture.repeated_updates import updates_repeated
 from mucudnn.torch.capture.step_tensors import (
     PLAIN,
     Batch,
@@ -205,6 +209,7 @@ def _trace(
     tracer.shapes = shapes = KnownShapes(
         names, known, frozenset(parts.parameters), frozenset(parts.buffers)
     )
+    tracer.calls = RepeatedCalls(shapes)
     mode = StepFakes(shapes, KernelResults() if results is None else results)
     fakes = [mode.from_tensor(t, static_shapes=True) for t in inputs]
     if size is not None and tensors:
@@ -226,6 +231,7 @@ def _trace(
             ),
             plain_checkpoints(tracer.noting_changes),
             replaced(torch.autograd, backward=tracer.run_backward),
+            _repeats_recorded(tracer.calls),
             # PyTorch's tracer would call modules as when it was imported.
             replaced(_symbolic_trace, _orig_module_call=torch.nn.Module.__call__),
             seeding_refused(),
@@ -274,6 +280,17 @@ def _trace(
     )
 
 
+@contextmanager
+def _repeats_recorded(calls: RepeatedCalls) -> Iterator[None]:
+    """Record calls and updates that are like earlier ones without tracing them.
+
+    The code of the graph, which is not run, is not written.
+    """
+    repeated = replaced(proxy_tensor, proxy_call=calls)
+    with updates_repeated(calls), repeated, _use_lazy_graph_module(True):
+        yield
+
+
 def _check_trained(
     module: torch.fx.GraphModule, optimizer: torch.optim.Optimizer, parts: StepParts
 ) -> None:
@@ -312,6 +329,7 @@ class _Tracer:
     as_compiled: bool
     watches_calls: bool
     shapes: KnownShapes = field(init=False)  # of the trace
+    calls: RepeatedCalls = field(init=False)
     gathers: frozenset[str] = frozenset()
     sums: set[str] = field(default_factory=set)
     order: list[str] = field(default_factory=list)  # of gradients, as they come
@@ -348,9 +366,10 @@ class _Tracer:
         # Tracing disables autocast's cache, so a parameter would be cast at every use,
         # and gradients summed behind the casts back. Tracing restores the flag itself.
         torch.set_autocast_cache_enabled(self._casts_once)
+        self.calls.tracer = get_proxy_mode().tracer
         noted = self.recorder, self.shapes
         functions = StepFunctions(self.averages, *noted)
-        refused = RefusedOperations(*noted, as_compiled=self.as_compiled)
+        refused = RefusedOperations(*noted, self.calls, as_compiled=self.as_compiled)
         with FunctionalTensorMode():
             with refused, functions:
                 mine = [to_fun(tensor) for tensor in flat]

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.graph import Graph
@@ -51,6 +52,20 @@ def mapped(argument: Any, leaf: Callable[[Any], Any]) -> Any:
             return {key: mapped(item, leaf) for key, item in argument.items()}
         case _:
             return leaf(argument)
+
+
+_LEAVES = torch.Tensor, int, float, str, torch.dtype, type(None)
+
+
+def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the leaves of a call's arguments, as PyTorch's pytrees have them.
+
+    Arguments are mostly leaves themselves, of which pytrees are slow to find out.
+    """
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        found += [value] if isinstance(value, _LEAVES) else pytree.tree_leaves(value)
+    return found
 
 
 def bound(argument: Any, inputs: dict[str, int]) -> Any:
