@@ -230,12 +230,8 @@ def _trace(
                 recorder, tracer.identities, frozenset(map(id, tracer.batch.tensors))
             ),
             plain_checkpoints(tracer.noting_changes),
-            replaced(torch.autograd, backward=tracer.run_backward),
-            _repeats_recorded(tracer.calls),
-            # PyTorch's tracer would call modules as when it was imported.
-            replaced(_symbolic_trace, _orig_module_call=torch.nn.Module.__call__),
+            _pytorch_patched(tracer),
             seeding_refused(),
-            replaced(parametrize, _cache={}),  # of tensors with data
             without_collectives(root),
             mode,
             torch.enable_grad(),
@@ -281,13 +277,19 @@ def _trace(
 
 
 @contextmanager
-def _repeats_recorded(calls: RepeatedCalls) -> Iterator[None]:
-    """Record calls and updates that are like earlier ones without tracing them.
-
-    The code of the graph, which is not run, is not written.
-    """
-    repeated = replaced(proxy_tensor, proxy_call=calls)
-    with updates_repeated(calls), repeated, _use_lazy_graph_module(True):
+def _pytorch_patched(tracer: "_Tracer") -> Iterator[None]:
+    """Replace functions of PyTorch for the time of a trace."""
+    with (
+        replaced(torch.autograd, backward=tracer.run_backward),
+        # Calls and updates that are like earlier ones are recorded without a trace.
+        replaced(proxy_tensor, proxy_call=tracer.calls),
+        updates_repeated(tracer.calls),
+        # The code of the graph is not run, so it is not written.
+        _use_lazy_graph_module(True),
+        # PyTorch's tracer would call modules as when it was imported.
+        replaced(_symbolic_trace, _orig_module_call=torch.nn.Module.__call__),
+        replaced(parametrize, _cache={}),  # of tensors with data
+    ):
         yield
 
 
