@@ -114,6 +114,19 @@ def test_its_plan_is_close_to_the_optimum(model, batch):
     assert best.plan.peak_bytes <= request.budget
 
 
+def test_a_split_step_has_the_blocks_of_the_whole_step():
+    graph = training_graph(get_model("resnet50")(64))
+    whole, parts = (with_updates(g, Momentum()) for g in (graph, split_batch(graph, 4)))
+    (request,) = between(whole, estimate(whole, "h200"), 0.15)
+    slower = []
+    for step in (whole, parts):
+        costs = estimate(step, "h200")
+        within = StepRequest(step, costs, request.budget)
+        optimum, _ = fill(within, SearchState(within))
+        slower.append(optimum / unbounded(step, costs).prediction.step_ms)
+    assert slower[1] < 1.02 * slower[0]
+
+
 def test_a_program_without_an_optimum_is_solved_with_more_room(monkeypatch):
     request = request_of("resnet20", 64, 0.3)
     built = planning_program._Program

@@ -49,6 +49,7 @@ from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Node, Phase
 from mucudnn.ir.tensor import Role
+from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.linear_program import LinearProgram, solver_errors
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.bound import lower_hull
@@ -304,26 +305,33 @@ class StepModel:
                 self.places[i] = tuple(map(int, places))
 
     def _block_ends(self) -> frozenset[str]:
-        """Return results that end a block: sole survivors, and joins of branches."""
+        """Return results that end a block: sole survivors, and joins of branches.
+
+        The slices of a tensor, or of a node, count as one.
+        """
         big = {t.name: t for t in self.tensors.values() if t.size >= self._big}
-        begins: dict[int, list[str]] = defaultdict(list)
-        for tensor in big.values():
-            begins[tensor.maker].append(tensor.name)
-        found: set[str] = set()
-        alive: dict[str, None] = {}
+        slices: dict[str, list[tuple[int, Node]]] = defaultdict(list)
         for i, node in enumerate(self.nodes):
-            if node.phase is not Phase.FORWARD:
-                continue
-            alive = {name: None for name in alive if big[name].last > i}
-            alive.update((n, None) for n in begins[i] if big[n].last > i)
+            if node.phase is Phase.FORWARD:
+                slices[of_whole(node.name)].append((i, node))
+        number = {i: k for k, found in enumerate(slices.values()) for i, _ in found}
+        made = {of_whole(t.name): number[t.maker] for t in big.values()}
+        last: dict[str, int] = defaultdict(int)
+        for t in big.values():
+            last[of_whole(t.name)] = max(last[of_whole(t.name)], number[t.last])
+        ends: set[str] = set()
+        alive: set[str] = set()
+        for k, found in enumerate(slices.values()):
+            node, storages = found[0][1], self.graph.storages
+            written = {of_whole(t) for _, n in found for t in n.outputs if t in big}
+            alive = {name for name in alive | written if last[name] > k}
             if len(alive) == 1:
-                found.update(alive)
-            storages = self.graph.storages
-            read = {storages[t] for t in node.inputs} & big.keys()
-            made = [big[name].maker for name in read]
-            if not node.traits.view and made and max(made) - min(made) >= _FAR:
-                found.update(name for name in node.outputs if name in big)
-        return frozenset(found)
+                ends |= alive
+            inputs = (storages[t] for _, n in found for t in n.inputs)
+            read = [made[of_whole(t)] for t in inputs if t in big]
+            if not node.traits.view and read and max(read) - min(read) >= _FAR:
+                ends |= written
+        return frozenset(name for name in big if of_whole(name) in ends)
 
     def _choose(self) -> None:
         """Choose the tensors to decide about: saved, narrow, and results of blocks."""

@@ -1,12 +1,14 @@
 """Search for the fastest way to cut a step, from one candidate to the next.
 
 A planning trial of a step in k slices takes k times as long as one of the whole step,
-so the whole step is planned first, and its residencies are carried over.
+so the whole step is planned first, and its residencies are carried over. The program of
+`planning/program.py` is another start: it treats the slices of a tensor alike.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from mucudnn.errors import PlanningError
@@ -27,6 +29,7 @@ from mucudnn.passes.planning.cutting import (
 )
 from mucudnn.passes.planning.eviction import MOST_NODES, evicted
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
+from mucudnn.passes.planning.program import fill
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.planning.search import schedulers, search
 from mucudnn.passes.residency import (
@@ -49,7 +52,7 @@ _HARDLY = 1.01
 
 _TIGHT = 1.5
 """Factor on the least bytes of the whole step below which it is mostly faster in parts:
-its search is short at first, and slices start from its plan within this budget."""
+it is planned like slices at first, from its plan with so many times more memory."""
 
 _NEAR = 1.1
 """Factor on the fastest candidate up to which that search is made in full after all."""
@@ -88,7 +91,7 @@ def _can_skip(cutting: Cutting, tried: Tried, searches: Searches) -> bool:
     if math.isfinite(fastest) and too_deep([*tried.values()]):
         return True
     alike = [c for w, c in tried.items() if cutting.like(w) and w.parts > 1]
-    planned = [w for w in searches if cutting.like(w)]
+    planned = [w for w in searches if cutting.like(w) and w.parts > 1]
     slower = len(planned) > 1 and alike[-1].step_ms > fastest
     bound = first.unbounded_ms  # infinite if it could not be measured
     return slower or (math.isfinite(bound) and fastest <= _HARDLY * bound)
@@ -124,40 +127,41 @@ def _candidate(
     least = minimum_budget(request) if wanted < _fastest_ms(tried) else None
     kept = cutting.kept_whole(step.graph)
     found = SplitCandidate(cutting, request, None, wanted, least, segments, kept)
+    if _tight(found) and least is not None:
+        searches[cutting] = SliceSearch(request, least)
     if least is None or least > request.budget:
         return found
-    # Plan it; slices start from known residencies.
+    # Plan it; slices, and a whole step that hardly fits, start from known residencies.
     if free.peak_bytes <= request.budget or request.policy != PLANNED:
         return replace(found, plan=plan_step(request))
-    if cutting.parts == 1:
-        return replace(found, plan=search(request, thorough=not _tight(found)))
-    slices = searches[cutting] = SliceSearch(request)
-    if (known := _known_residencies(tried)) is not None:
+    if cutting.parts == 1 and not _tight(found):
+        return replace(found, plan=search(request))
+    slices = searches[cutting] = searches.get(cutting) or SliceSearch(request)
+    slices.fill()
+    if (known := _known_residencies(tried, searches)) is not None:
         slices.begin(known)
     if len(graph.nodes) <= MOST_NODES:
         slices.begin_evicted(_fastest_ms(tried), least)
     if slices.plan is None:
         slices.offer(search(request, thorough=False))
-    near = _HARDLY_SLOWER * _fastest_ms(tried)
-    if slices.plan is None or slices.plan.prediction.step_ms < near:
+    if slices.step_ms < _HARDLY_SLOWER * _fastest_ms(tried):
         slices.improve()
     return replace(found, plan=slices.plan or plan_step(request))
 
 
-def _known_residencies(tried: Tried) -> Mapping[str, Residency] | None:
+def _known_residencies(
+    tried: Tried, searches: Searches
+) -> Mapping[str, Residency] | None:
     """Return residencies of the best plan, or of the whole step in more memory.
 
     Those of a whole step that hardly fits are no good start for slices.
     """
-    others = [c for c in tried.values() if c.plan is not None]
+    others = [c for c in tried.values() if c.plan is not None and not _tight(c)]
     best = min(others, key=lambda c: c.step_ms, default=None)
-    whole = tried.get(Cutting(1))
-    if best is not None and best.plan is not None and not _tight(best):
+    if best is not None and best.plan is not None:
         return best.plan.residency
-    if whole is None or whole.request is None or whole.least_bytes is None:
-        return None
-    enough = whole.request.within(int(_TIGHT * whole.least_bytes))
-    return search(enough, thorough=False).residency
+    tight = searches.get(Cutting(1))
+    return None if tight is None else tight.in_more_memory
 
 
 # Choose whether a step runs whole or split, by the predicted time.
@@ -292,8 +296,9 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> SplitDecision:
     whole = by_cutting.get(Cutting(1), best)
     near = whole.plan is not None and whole.step_ms <= _NEAR * best.step_ms
     if near and whole.request is not None and _tight(whole):
-        by_cutting[whole.cutting] = replace(whole, plan=search(whole.request))
-    slices = searches.get(best.cutting)
+        searches[whole.cutting].offer(search(whole.request))
+        by_cutting[whole.cutting] = replace(whole, plan=searches[whole.cutting].plan)
+    slices = searches.get(best.cutting) if best.parts > 1 else None
     if slices is not None and slices.finish():
         by_cutting[best.cutting] = replace(best, plan=slices.plan)
     tried = [*by_cutting.values()]
@@ -318,7 +323,8 @@ def _refusal(tried: Sequence[SplitCandidate]) -> PlanningError:
     return PlanningError(words, short_by=least - asked, least_bytes=least)
 
 
-# Search residencies of a split step, starting from those of another split.
+# Search residencies of a split step, starting from those of another split and from the
+# solutions of the linear program.
 #
 # A tensor in k slices means k residencies, and a trial takes k times as long, so few
 # trials are affordable and known residencies are reused. What is good for a tensor of
@@ -369,10 +375,11 @@ _TIGHTEST = tuple(
 
 
 class SliceSearch:
-    """Search for a plan of one split step, round by round."""
+    """Search for a plan of one step, mostly a split one, round by round."""
 
-    def __init__(self, request: StepRequest) -> None:
+    def __init__(self, request: StepRequest, least_bytes: int = 0) -> None:
         self._request = request
+        self._enough = int(_TIGHT * max(request.budget, least_bytes))
         self._candidates = request.candidates
         changes = list(changes_of(request.graph, self._candidates, mixed=True))
         self._climbs, self._evicted = (
@@ -388,6 +395,22 @@ class SliceSearch:
     def plan(self) -> StepPlan | None:
         """The best plan so far, or None."""
         return self._best.plan if self._best.found else None
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the best plan so far; infinity without one."""
+        return self._best.step_ms
+
+    @cached_property
+    def in_more_memory(self) -> Residencies:
+        """Residencies of a short search with more memory, in which the step fits."""
+        return search(self._request.within(self._enough), thorough=False).residency
+
+    def fill(self) -> None:
+        """Try the solutions of the program."""
+        _, rounded = fill(self._request, self._best)
+        for residency in rounded:
+            self._try(residency, self._climbs)
 
     def begin(self, known: Residencies) -> None:
         """Try known residencies of another split, unchanged and for less memory."""
