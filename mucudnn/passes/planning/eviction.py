@@ -71,7 +71,7 @@ def evicted(
     request: StepRequest,
     below_ms: float,
     least_bytes: int,
-    copy_share: float = _COPY_SHARES[1],
+    copy_share: float,
 ) -> Iterator[Residencies]:
     """Yield residencies that fit ever smaller parts of the budget.
 

@@ -27,7 +27,6 @@ from mucudnn.passes.planning.cutting import (
     cuttings,
     trains,
 )
-from mucudnn.passes.planning.eviction import MOST_NODES, evicted
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step, unbounded
 from mucudnn.passes.planning.program import fill
 from mucudnn.passes.planning.request import StepRequest
@@ -140,8 +139,6 @@ def _candidate(
     slices.fill()
     if (known := _known_residencies(tried, searches)) is not None:
         slices.begin(known)
-    if len(graph.nodes) <= MOST_NODES:
-        slices.begin_evicted(_fastest_ms(tried), least)
     if slices.plan is None:
         slices.offer(search(request, thorough=False))
     if slices.step_ms < _HARDLY_SLOWER * _fastest_ms(tried):
@@ -382,11 +379,9 @@ class SliceSearch:
         self._enough = int(_TIGHT * max(request.budget, least_bytes))
         self._candidates = request.candidates
         changes = list(changes_of(request.graph, self._candidates, mixed=True))
-        self._climbs, self._evicted = (
-            [Climb(request.scheduled(s), changes) for s in schedulers(request)]
-            for _ in range(2)
-        )
-        self._every = self._climbs + self._evicted
+        self._climbs = [
+            Climb(request.scheduled(s), changes) for s in schedulers(request)
+        ]
         self._best = SearchState(request)
         nodes = len(request.graph.nodes)
         self._trials = max(min(_LEAST_TRIALS, _MOST_WORK // nodes), _WORK // nodes)
@@ -410,7 +405,7 @@ class SliceSearch:
         """Try the solutions of the program."""
         _, rounded = fill(self._request, self._best)
         for residency in rounded:
-            self._try(residency, self._climbs)
+            self._try(residency)
 
     def begin(self, known: Residencies) -> None:
         """Try known residencies of another split, unchanged and for less memory."""
@@ -418,24 +413,24 @@ class SliceSearch:
         if PERSISTENTS in known:
             others[PERSISTENTS] = known[PERSISTENTS]
         start = others | carried_over(known, self._candidates)
-        self._try(start, self._climbs)
+        self._try(start)
         if not self._best.found:
             for choices in _TIGHTEST:
                 paged = {**start, PERSISTENTS: Residency.PAGE}
-                self._try(paged | _with_replaced(start, choices), self._climbs)
+                self._try(paged | _with_replaced(start, choices))
         for old, new in _TIGHTER:
             best = {**self._best.residency}
-            self._try(best | _with_replaced(best, {old: new}), self._climbs)
+            self._try(best | _with_replaced(best, {old: new}))
 
     def offer(self, plan: StepPlan) -> None:
         """Offer a plan of the same step as a start."""
         self._best.offer(plan)
-        self._try(plan.residency, self._climbs)
+        self._try(plan.residency)
 
     def improve(self) -> bool:
         """Run a round of changes; return whether any of them helped."""
         before = self._best.step_ms
-        for climb in sorted(self._every, key=lambda climb: climb.step_ms):
+        for climb in sorted(self._climbs, key=lambda climb: climb.step_ms):
             if climb.state.found and climb.step_ms <= _AS_FAST * self._best.step_ms:
                 climb.run(self._trials)
                 self._best.take_over(climb.state)
@@ -447,7 +442,7 @@ class SliceSearch:
         If stalls are long, groups of equivalent tensors are copied less first.
         """
         before = self._best.step_ms
-        last = min(self._every, key=lambda climb: climb.step_ms).state
+        last = min(self._climbs, key=lambda climb: climb.step_ms).state
         stalls = last.plan.prediction.stalls_ms.values() if last.found else ()
         if sum(stalls) / last.step_ms > _MUCH:
             try_changes(alike_changes(self._candidates, _ALIKE), last)
@@ -455,13 +450,8 @@ class SliceSearch:
             return self._best.step_ms < before
         return self.improve()
 
-    def begin_evicted(self, below_ms: float, least_bytes: int) -> None:
-        """Try evictions; their residencies are improved beside the others."""
-        for residency in evicted(self._request, below_ms, least_bytes):
-            self._try(residency, self._evicted)
-
-    def _try(self, start: Residencies, climbs: Sequence[Climb]) -> None:
-        for climb in climbs:
+    def _try(self, start: Residencies) -> None:
+        for climb in self._climbs:
             if climb.state.consider(start):
                 self._best.take_over(climb.state)
 
