@@ -31,9 +31,10 @@ from mucudnn.torch.source_lines import storage_of
 _TRACED = proxy_tensor.proxy_call
 
 _PLAIN = (
-    *(bool, int, float, complex, str, type(None)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
+    bool, int, float, complex, str, type(None),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+"""Types of arguments that are equal if their values are."""
 
 _OTHERS = frozenset(
     {

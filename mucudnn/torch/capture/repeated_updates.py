@@ -31,7 +31,7 @@ from mucudnn.torch.internals import fresh_fake, replaced
 from mucudnn.torch.lowering.lowered import Layout
 from mucudnn.torch.source_lines import storage_of
 
-_OPTIMIZERS = (*("adadelta", "adagrad", "adam", "adamax", "nadam", "rmsprop", "sgd"),)
+_OPTIMIZERS = ("adadelta", "adagrad", "adam", "adamax", "nadam", "rmsprop", "sgd")
 """Modules of `torch.optim` with a function that takes a list of parameters, lists of
 their gradients and state, and settings, and updates each parameter by itself."""
 
