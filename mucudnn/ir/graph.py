@@ -275,23 +275,29 @@ class Graph:
         borrowed = (spec.name for spec in self.with_role(Role.BORROWED))
         return frozenset(self.storages[name] for name in (*results, *borrowed))
 
-    @cached_property
-    def saved(self) -> tuple[Saved, ...]:
-        """Forward results that backward nodes read, in order of production."""
-        found = []
+    def activations(self) -> Iterator[tuple[int, TensorSpec, list[int], list[int]]]:
+        """Yield results of forward nodes, in order of production.
+
+        Views and state are left out. Each comes with the position of its producer, and
+        the positions of forward and of backward nodes that read it or a view of it.
+        """
         is_forward = [node.phase is Phase.FORWARD for node in self.nodes]
         for i, node in enumerate(self.nodes):
             for name in node.outputs if is_forward[i] else ():
                 spec = self.tensors[name]
-                if spec.alias is not None or spec.role is not Role.ACTIVATION:
-                    continue
-                # By storage: uses of a view count as uses of the viewed tensor.
-                uses = self.reads.get(name, ())
-                forward = [p for p in uses if is_forward[p]]
-                backward = [p for p in uses if not is_forward[p]]
-                if backward:
-                    last = forward[-1] if forward else i
-                    found.append(Saved(name, spec.nbytes, node, i, last, backward[0]))
+                if spec.alias is None and spec.role is Role.ACTIVATION:
+                    uses = self.reads.get(name, ())
+                    forward = [p for p in uses if is_forward[p]]
+                    yield i, spec, forward, [p for p in uses if not is_forward[p]]
+
+    @cached_property
+    def saved(self) -> tuple[Saved, ...]:
+        """Forward results that backward nodes read, in order of production."""
+        found = []
+        for i, spec, forward, backward in self.activations():
+            if backward:
+                last, node = max([i, *forward]), self.nodes[i]
+                found.append(Saved(spec.name, spec.nbytes, node, i, last, backward[0]))
         return tuple(found)
 
     def with_aliases(

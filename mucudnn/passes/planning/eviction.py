@@ -68,10 +68,7 @@ def evicted_family(
 
 
 def evicted(
-    request: StepRequest,
-    below_ms: float,
-    least_bytes: int,
-    copy_share: float,
+    request: StepRequest, below_ms: float, least_bytes: int, copy_share: float
 ) -> Iterator[Residencies]:
     """Yield residencies that fit ever smaller parts of the budget.
 

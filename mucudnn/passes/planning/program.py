@@ -48,7 +48,6 @@ from dataclasses import dataclass, field
 from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import Node, Phase
-from mucudnn.ir.tensor import Role
 from mucudnn.passes.graph.split import of_whole
 from mucudnn.passes.linear_program import LinearProgram, solver_errors
 from mucudnn.passes.liveness import rounded
@@ -245,20 +244,12 @@ class StepModel:
 
     def _tensors(self) -> dict[str, _Tensor]:
         graph, found = self.graph, {}
-        forward = [node.phase is Phase.FORWARD for node in self.nodes]
-        for i, node in enumerate(self.nodes):
-            for name in node.outputs if forward[i] else ():
-                spec = graph.tensors[name]
-                if spec.alias is not None or spec.role is not Role.ACTIVATION:
-                    continue
-                size = rounded(spec.nbytes)
-                if size <= self._tiny or name in graph.immovable:
-                    continue
-                uses = graph.reads.get(name, ())
-                back = tuple(p for p in uses if not forward[p])
-                last = max((p for p in uses if forward[p]), default=i)
-                if not back or back[0] > last:
-                    found[name] = _Tensor(name, size, i, last, back)
+        for i, spec, forward, backward in graph.activations():
+            size, last = rounded(spec.nbytes), max([i, *forward])
+            if size <= self._tiny or spec.name in graph.immovable:
+                continue
+            if not backward or backward[0] > last:
+                found[spec.name] = _Tensor(spec.name, size, i, last, tuple(backward))
         storages = graph.storages
         for i, again in enumerate(self._again):
             if again is not None:

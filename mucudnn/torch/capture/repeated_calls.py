@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._functorch._aot_autograd.functional_utils import from_fun
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import proxy_tensor
@@ -76,7 +77,7 @@ _Results = _Result | Sequence[_Result | None]
 
 @dataclass
 class RepeatedCalls:
-    """What replaces `proxy_call` of PyTorch's tracer for the time of a capture.
+    """Recorder of a capture's calls, in place of `proxy_call` of PyTorch's tracer.
 
     Attributes:
         shapes: Notes decisions on values, which each call has to make.
@@ -106,13 +107,14 @@ class RepeatedCalls:
                 return func(*args, **kwargs)
             if (found := self.known.get(key)) is not None and key in self.plain:
                 made = self._repeat(func, given, named, found, operands)
-                return tuple(map(_outer, made)) if _is_several(made) else _outer(made)
+                single = isinstance(found, _Result)
+                return _outer(made) if single else tuple(map(_outer, made))
         before = self.count
         results = func(*args, **kwargs)
         called, made = self.last
         if self.count == before + 1 and called == key and self.known[key] is not None:
             pairs = zip(_each(results), _each(made), strict=True)
-            if all(_inner(result) is tensor for result, tensor in pairs):
+            if all(from_fun(result) is tensor for result, tensor in pairs):
                 self.plain.add(key)
         return results
 
@@ -153,8 +155,7 @@ class RepeatedCalls:
     def _argument(self, value: Any, operands: list[FakeTensor]) -> tuple[Any, Any]:
         """Return a key of an argument, and the argument with nodes for tensors."""
         if isinstance(value, FunctionalTensor):
-            torch._sync(value)
-            value = torch._from_functional_tensor(value.elem)
+            value = from_fun(value)
         if isinstance(value, FakeTensor):
             slot = self.tracer.tensor_tracker.get(value)
             if slot is None or slot.constant is not None:
@@ -214,7 +215,7 @@ class RepeatedCalls:
         new = [place for t in tensors if (place := storage_of(t)) not in places]
         if len(set(new)) < len(new):
             return None  # results that are views of each other
-        if not _is_several(found):
+        if isinstance(found, FakeTensor):
             return noted(found)
         results = [None if t is None else noted(t) for t in found]
         known = [result for result in results if result is not None]
@@ -271,12 +272,9 @@ def _is_pure(func: Any) -> bool:
     )
 
 
-def _is_several(results: Any) -> bool:
-    return isinstance(results, tuple | list)
-
-
 def _each(results: Any) -> Sequence[Any]:
-    return results if _is_several(results) else (results,)
+    """Return the results of a call, which may be a single one."""
+    return results if isinstance(results, tuple | list) else (results,)
 
 
 def _outer(value: FakeTensor | None) -> FunctionalTensor | None:
@@ -285,12 +283,6 @@ def _outer(value: FakeTensor | None) -> FunctionalTensor | None:
         return None
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     return FunctionalTensor(torch._to_functional_tensor(value), mode)
-
-
-def _inner(value: Any) -> Any:
-    """Return the tensor within one of functionalization; other values as they are."""
-    is_wrapped = isinstance(value, FunctionalTensor)
-    return torch._from_functional_tensor(value.elem) if is_wrapped else value
 
 
 def _layout_of(tensor: FakeTensor) -> Any:

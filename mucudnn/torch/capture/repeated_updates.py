@@ -138,7 +138,7 @@ class _Update:
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether results have the parameter's shape, or no axis, whatever it is."""
+        """True if all operations are pointwise, on the parameter's shape or scalars."""
         shape = self.before[0].meta["val"].shape
         return len(shape) > 0 and all(
             torch.Tag.pointwise in node.target.tags
