@@ -193,6 +193,23 @@ def test_a_climb_ends_where_no_change_helps_and_is_the_same_in_parts():
         assert not parts.state.consider({**parts.state.residency, **dict(change)})
 
 
+def test_single_tensors_get_cheaper_residencies_until_none_helps():
+    asked = request("alexnet", 128, 0.15)
+    names = [c.saved.name for c in candidates_of(asked)]
+    each = dict.fromkeys(names, Residency.RECOMPUTE_EACH)
+    some = Climb(asked, (), {**least_memory(asked), **each})
+    every = some.copy()
+    begun = some.step_ms
+    some.finish(names, 1)
+    every.finish(names, 10_000)
+    assert every.step_ms < min(begun, some.step_ms)
+    found = every.state.residency
+    for name in names:
+        if found[name] is Residency.RECOMPUTE_EACH:
+            assert not every.state.consider({**found, name: Residency.RECOMPUTE})
+            assert not every.state.consider({**found, name: Residency.OFFLOAD})
+
+
 def test_results_shared_by_residencies_are_those_of_each_alone():
     asked = request("alexnet", 128, 0.15)
     candidates = candidates_of(asked)

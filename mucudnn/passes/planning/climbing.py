@@ -41,6 +41,14 @@ _DEAR = 0.5
 
 _ROUNDED = 1 - 1e-9
 
+_CHEAPER = {
+    Residency.RECOMPUTE_EACH: (Residency.RECOMPUTE, Residency.OFFLOAD, Residency.KEEP),
+    Residency.RECOMPUTE: (Residency.OFFLOAD, Residency.KEEP),
+    Residency.KEEP: (Residency.OFFLOAD,),
+}
+"""Residencies of single tensors that help at last, by those that they have: less is
+recomputed, and tensors that were kept make room for that."""
+
 
 def closer(one: PlanningError, other: PlanningError) -> PlanningError:
     """Return the error with the smaller sufficient budget."""
@@ -147,7 +155,7 @@ class Climb:
         self.state = SearchState(request)
         if start is not None:
             self.state.consider(start)
-        self._most = len(changes)
+        self._request, self._all = request, changes
         self._changes = itertools.cycle(changes)
         self._behind = 0  # changes since one helped
 
@@ -156,13 +164,41 @@ class Climb:
         """Time of the best plan; infinity without one."""
         return self.state.step_ms
 
+    def copy(self) -> "Climb":
+        """Return a climb from the best plan, with the same changes."""
+        return Climb(self._request, self._all, self.state.residency)
+
     def run(self, trials: int) -> None:
         """Go on with the changes, all around until none of them helps any more."""
-        while trials > 0 and self._behind <= self._most:
+        while trials > 0 and self._behind <= len(self._all):
             change = next(self._changes)
             better = self.state.consider({**self.state.residency, **dict(change)})
             trials -= better is not None
             self._behind = 0 if better else self._behind + 1
+
+    def finish(self, names: Sequence[str], patience: int) -> None:
+        """Change single tensors to cheaper residencies until hardly one of them helps.
+
+        Groups change first, see `run`: where memory is tight, single tensors make room
+        only once it is known which blocks are recomputed.
+
+        Args:
+            names: The tensors, in the order of trials.
+            patience: Changes in a row that may not help before this ends.
+        """
+        state, left = self.state, patience
+        behind = 0
+        for name in itertools.cycle(names):
+            others = state.residency.get(EVERYTHING, Residency.KEEP)
+            behind += 1
+            for choice in _CHEAPER.get(state.residency.get(name, others), ()):
+                better = state.consider({**state.residency, name: choice})
+                left -= better is not None
+                if better:
+                    behind, left = 0, patience
+                    break
+            if behind > len(names) or left <= 0:
+                return
 
 
 def try_changes(changes: Iterable[Change], state: SearchState) -> None:

@@ -14,10 +14,11 @@ that is faster, or where nothing else fits.
 *Improvement*, see `climbing.py`. Under a tight budget most starts lead to a poor local
 optimum, and which of them do shows only after some changes. So the changes that are
 tried are divided into rounds: several plans get a few of them, and the fastest of these
-plans get more; the last one, as long as it gains. Every other plan tries changes in
-another order. Plans that are much slower than the fastest one get none: in none of the
-networks that were tried did one of them become the fastest. The exception are two
-families of starts: those of `eviction.py`, which are tried where all others are far
+plans get more; the last one, as long as it gains, and single tensors get cheaper
+residencies in the end. Every other plan tries changes in another order. Plans that are
+much slower than the fastest one get none: in none of the networks that were tried did
+one of them become the fastest. The exception, but for the last round, are two families
+of starts: those of `eviction.py`, which are tried where all others are far
 above the lower bound, and those that page nearly everything (`paged_family`), which are
 tried there and where the program has no solution. They are slow, since copies fill the
 time, but leave convolutions the most memory, and plans of tight budgets come from them.
@@ -71,12 +72,15 @@ Residencies = Mapping[str, Residency]
 _OTHERS = Residency.KEEP, Residency.PAGE
 """Residencies of all bytes that a rule does not name."""
 
-_ROUNDS = ((5, 40), (3, 60), (1, 100), (1, 200))
+_ROUNDS = ((5, 40), (3, 60), (1, 100))
 """Plans that are improved side by side, and the changes of each that are tried."""
+
+_LAST = 200
+"""Changes that are tried of the best plan of each family after these rounds."""
 
 _SLOWER_START, _SLOWER = 1.1, 1.04
 """Factors on the fastest plan above which another one is not improved: before the first
-round, and before the others."""
+round, and before the others. In the last one they hold for all families."""
 
 _NARROW_PLANS = 3
 """Plans whose changes also keep narrow results; see `RecomputeChains`. In larger
@@ -86,8 +90,8 @@ _FAR = 1.1
 """Factor on the lower bound above which evictions are tried as well."""
 
 _WORTH = 0.995
-"""Factor on the fastest plan's time. After the last round it is improved further for as
-long as the same number of changes makes it faster by this factor."""
+"""Factor on the fastest plan's time. In the end it is improved for as long as the same
+number of changes makes it faster by this factor."""
 
 _NODES = 300
 """Nodes of a step from which fewer changes are tried, in proportion."""
@@ -200,23 +204,53 @@ def _search_locally(
     fewer = min(1.0, _NODES / nodes)
     factor = _SLOWER_START
     for plans, most in rounds:
-        trials = max(_LEAST_TRIALS, int(fewer * most))
         limit = factor * min(c.step_ms for c in itertools.chain(first, climbs, *slow))
         climbs = [climb for climb in climbs[:plans] if climb.step_ms <= limit]
         slow = [family[:plans] for family in slow]
         for climb in itertools.chain(first, climbs, *slow):
-            climb.run(trials)
+            climb.run(max(_LEAST_TRIALS, int(fewer * most)))
         climbs, *slow = map(_distinct, (climbs, *slow))
         factor = _SLOWER
         fastest = min(itertools.chain(first, climbs, *slow), key=lambda c: c.step_ms)
         if fastest.step_ms <= _NEAR * bound_ms:
             break
-    while len(rounds) > 1 and fastest.step_ms > _NEAR * bound_ms:
+    if len(rounds) > 1 and fastest.step_ms > _NEAR * bound_ms:
+        heads = [family[0] for family in (first, climbs, *slow) if family]
+        trials = max(_LEAST_TRIALS, int(fewer * _LAST))
+        fastest = _finished(heads, request, trials, _NEAR * bound_ms)
+    best.take_over(fastest.state)
+
+
+def _finished(
+    climbs: Sequence[Climb], request: StepRequest, trials: int, enough_ms: float
+) -> Climb:
+    """Improve the best plans of all families to the end; return the fastest.
+
+    Single tensors are changed last, but for one plan at once: it may be the fastest
+    before more of its groups have changed.
+    """
+    largest = sorted(request.candidates, key=lambda c: -c.saved.nbytes)
+    names = [c.saved.name for c in largest]
+    fastest = min(climbs, key=lambda c: c.step_ms)
+    limit, at_once = _SLOWER * fastest.step_ms, fastest.copy()
+    for climb in climbs:
+        if climb.step_ms <= limit:
+            climb.run(trials)
+    fastest, before = min(climbs, key=lambda c: c.step_ms), math.inf
+    while enough_ms < fastest.step_ms <= _WORTH * before:
         before = fastest.step_ms
         fastest.run(trials)
-        if fastest.step_ms > _WORTH * before:
-            break
-    best.take_over(fastest.state)
+    before = fastest.step_ms
+    at_once.finish(names, trials)
+    if at_once.step_ms < before:
+        fastest = at_once
+    else:
+        fastest.finish(names, trials)
+    while enough_ms < fastest.step_ms <= _WORTH * before:
+        before = fastest.step_ms
+        fastest.run(trials)
+        fastest.finish(names, trials)
+    return fastest
 
 
 def _alike(step_ms: float) -> float:
