@@ -9,7 +9,6 @@ The layers are functions that take a builder (`ir/layers/`), bound here as metho
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.arguments import (
@@ -196,9 +195,8 @@ class GraphBuilder:
         for label, sizes, of in saved:
             specs.append(TensorSpec(f"{name}:{label}", sizes, of))
         written = tuple(self._declare(spec) for spec in specs)
-        about = MappingProxyType(attrs)
         node = make_node(
-            self.tensors, name, op, inputs, written, about, mutates=mutates
+            self.tensors, name, op, inputs, written, attrs, mutates=mutates
         )
         self.nodes.append(node if traits is None else replace(node, traits=traits))
         return name
@@ -208,10 +206,10 @@ class GraphBuilder:
         for name in outputs:
             self.spec(name)
         return Graph(
-            MappingProxyType(dict(self.tensors)),
+            self.tensors,
             tuple(self.nodes),
             outputs,
-            initializers=MappingProxyType(dict(self.initializers)),
+            initializers=self.initializers,
         )
 
     def _persistent(

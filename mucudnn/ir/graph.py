@@ -133,12 +133,13 @@ class Graph:
     tensors: Mapping[str, TensorSpec]
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
-    gradients: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    initializers: Mapping[str, Initializer | CopyOf] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
+    gradients: Mapping[str, str] = field(default_factory=dict)
+    initializers: Mapping[str, Initializer | CopyOf] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Mappings are copied: nobody else can change them.
+        for name in ("tensors", "gradients", "initializers"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         known = set(self.inputs)
         names = set()
         for node in self.nodes:

@@ -587,6 +587,7 @@ def make_node(
     mutates: tuple[str, ...] = (),
 ) -> Node:
     """Return a node of a built-in operation on declared tensors."""
+    attrs = MappingProxyType(dict(attrs))
     specs = [tensors[t] for t in inputs], [tensors[t] for t in outputs]
     return Node(
         name, op, inputs, outputs, attrs, phase, mutates, traits_of(op, *specs, attrs)

@@ -8,7 +8,7 @@ measurements; see `minimum_workspace` for a short example.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from mucudnn.arguments import check_integer, check_integers
 from mucudnn.ir.conv import ConvPlan, ConvProblem, PerfTable
@@ -71,18 +71,11 @@ def aligned_batches(
     return tuple(b for b in sizes if b % quantum == 0 or b == problem.batch)
 
 
-class Planner(Protocol):
-    """A function that divides mini-batches into micro-batches."""
+Planner = Callable[[Sequence[PerfTable], int], tuple[ConvPlan, ...]]
+"""(tables, workspace limit in bytes) -> one plan per table, in order.
 
-    def __call__(
-        self, tables: Sequence[PerfTable], workspace_limit: int
-    ) -> tuple[ConvPlan, ...]:
-        """Return one plan per table, in order, within `workspace_limit` bytes.
-
-        Raises:
-            PlanningError: Nothing fits; the message has the smallest feasible limit.
-        """
-        ...
+If nothing fits, it raises a `PlanningError` with the smallest feasible limit.
+"""
 
 
 def undivided(

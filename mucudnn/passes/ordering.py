@@ -7,9 +7,8 @@ nodes of a training graph stay before its other nodes.
 import bisect
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from mucudnn.ir.graph import Graph, Phase
 from mucudnn.passes.liveness import dependencies, live_ranges
@@ -19,14 +18,8 @@ STATE_LIMIT = 20_000
 """Sets of nodes that an exact search visits before it gives up."""
 
 
-class Order(Protocol):
-    """A function that reorders the nodes of a graph."""
-
-    def __call__(
-        self, graph: Graph, workspaces: Mapping[str, int] | None = None
-    ) -> Graph:
-        """Return the same nodes in another order; `workspaces` are scratch bytes."""
-        ...
+Order = Callable[[Graph, Mapping[str, int] | None], Graph]
+"""(graph, scratch bytes by node) -> the graph with the same nodes in another order."""
 
 
 def builder(graph: Graph, workspaces: Mapping[str, int] | None = None) -> Graph:

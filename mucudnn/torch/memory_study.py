@@ -457,7 +457,7 @@ class MemoryStudy:
             name: replace(spec, shape=(0,)) if graph.storages[name] in given else spec
             for name, spec in graph.tensors.items()
         }
-        bare = Graph(MappingProxyType(tensors), graph.nodes, graph.outputs)
+        bare = Graph(tensors, graph.nodes, graph.outputs)
         if step.update is not None:
             bare, profile = step.update.append_to(bare, profile)
         return replace(planner.request(), graph=bare, profile=profile, budget=math.inf)

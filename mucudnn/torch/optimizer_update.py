@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -148,7 +147,7 @@ class EagerUpdate:
         )
         node = Node(_UPDATE, "own_update", (state.name,), (), phase=Phase.UPDATE)
         scratch = self.usage.peak - self.usage.persistent + self.copied_bytes
-        tensors = MappingProxyType({**graph.tensors, state.name: state})
+        tensors = {**graph.tensors, state.name: state}
         return Graph(tensors, (*graph.nodes, node), graph.outputs), replace(
             profile,
             node_ms={**profile.node_ms, node.name: 0.0},

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 
 from mucudnn.arguments import check_number
 from mucudnn.errors import PlanningError
@@ -156,7 +155,7 @@ class Planner:
                 else spec
                 for name, spec in graph.tensors.items()
             }
-            graph = replace(graph, tensors=MappingProxyType(tensors))
+            graph = replace(graph, tensors=tensors)
         request = StepRequest(
             graph,
             self.profile,

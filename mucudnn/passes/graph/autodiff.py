@@ -54,10 +54,10 @@ def training_graph(
         if spec.name in tape.gradients
     }
     return Graph(
-        MappingProxyType(tape.tensors),
+        tape.tensors,
         tuple(tape.nodes),
         forward.outputs,
-        MappingProxyType(gradients),
+        gradients,
         forward.initializers,
     )
 
@@ -111,7 +111,7 @@ class Tape:
         if not any(self.wants(target) for target in targets):
             return
         outputs = tuple(self._declare(target) for target in targets)
-        self._append(op, inputs, outputs, MappingProxyType(attrs))
+        self._append(op, inputs, outputs, attrs)
         for target, contribution in zip(targets, outputs, strict=True):
             self._contribute(target, contribution)
 

@@ -11,7 +11,6 @@ as a third operand.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from mucudnn.ir.conv import ConvProblem, Direction
 from mucudnn.ir.graph import Graph, Node
@@ -58,7 +57,7 @@ def _with_epilogues(graph: Graph, offers: Offers) -> Graph:
             nodes += _conv_with_epilogue(tensors, *within[node.name], node)
         else:
             nodes.append(node)
-    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
+    return replace(graph, tensors=tensors, nodes=tuple(nodes))
 
 
 def _conv_with_epilogue(
@@ -97,7 +96,7 @@ def _fuse_chains(graph: Graph) -> Graph:
     # Results within a chain are never written, and have no tensors.
     between = {node.outputs[0] for chain in chains.values() for node in chain[:-1]}
     tensors = {n: spec for n, spec in graph.tensors.items() if n not in between}
-    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
+    return replace(graph, tensors=tensors, nodes=tuple(nodes))
 
 
 def _chains(graph: Graph, behind: Chain) -> Iterator[Chain]:

@@ -36,7 +36,7 @@ def _images(graph: Graph, node: Node) -> list[TensorSpec]:
 def single_node_graph(graph: Graph, node: Node) -> Graph:
     """Return a graph of a single node, with the tensors that it touches."""
     tensors = {t: replace(graph.tensors[t], alias=None, offset=0) for t in node.tensors}
-    return Graph(MappingProxyType(tensors), (node,), ())
+    return Graph(tensors, (node,), ())
 
 
 def channels_last_graph(
@@ -56,11 +56,11 @@ def channels_last_graph(
         node.op,
         tuple(names.get(name, name) for name in node.inputs),
         tuple(names.get(name, name) for name in node.outputs),
-        MappingProxyType(dict(attrs)),
+        attrs,
         node.phase,
         node.mutates,
     )
-    return Graph(MappingProxyType(specs), (made,), ())
+    return Graph(specs, (made,), ())
 
 
 def transpose_node(
@@ -128,7 +128,7 @@ def with_channels_last(graph: Graph, nodes: Collection[str]) -> Graph:
                 first_of[name] = ""
             else:  # outputs of the graph keep their name and channels first
                 transposed(name, own, graph.tensors[name])
-    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(made))
+    return replace(graph, tensors=tensors, nodes=tuple(made))
 
 
 # Choose the nodes with channels last at the least total cost, exactly.
@@ -325,7 +325,7 @@ def layout_trials(
         for spec in images
         if spec.layout == "NCHW"
     }
-    every = Graph(MappingProxyType(tensors), tuple(made), ())
+    every = Graph(tensors, tuple(made), ())
     return LayoutTrials(every, first, other, transposed)
 
 
@@ -338,7 +338,7 @@ def _with_wanted_gradients(one: Graph, fed: Collection[str]) -> Graph:
         return Role.PARAMETER if spec.name in fed else Role.INPUT
 
     tensors = {t: replace(spec, role=role(spec)) for t, spec in one.tensors.items()}
-    return replace(one, tensors=MappingProxyType(tensors))
+    return replace(one, tensors=tensors)
 
 
 def _transposition(spec: TensorSpec, fed: Collection[str]) -> Graph:
@@ -346,7 +346,7 @@ def _transposition(spec: TensorSpec, fed: Collection[str]) -> Graph:
     made = last(spec, f"{spec.name}:NHWC")
     tensors = {source.name: source, made.name: replace(made, role=Role.ACTIVATION)}
     node = transpose_node(tensors, source.name, made)
-    return _with_wanted_gradients(Graph(MappingProxyType(tensors), (node,), ()), fed)
+    return _with_wanted_gradients(Graph(tensors, (node,), ()), fed)
 
 
 def _signature(one: Graph) -> Hashable:

@@ -25,14 +25,12 @@ def with_scale_as_state(graph: Graph, scaling: DynamicLossScale) -> Graph:
     counts = TensorSpec(COUNTS, (3,), "int64", Role.STATE)
     return replace(
         graph,
-        tensors=MappingProxyType({**graph.tensors, LOSS_SCALE: scale, COUNTS: counts}),
-        initializers=MappingProxyType(
-            {
-                **graph.initializers,
-                LOSS_SCALE: Constant(scaling.initial),
-                COUNTS: Constant(0.0),
-            }
-        ),
+        tensors={**graph.tensors, LOSS_SCALE: scale, COUNTS: counts},
+        initializers={
+            **graph.initializers,
+            LOSS_SCALE: Constant(scaling.initial),
+            COUNTS: Constant(0.0),
+        },
     )
 
 
@@ -68,7 +66,7 @@ def scale_adjustment(graph: Graph, scaling: DynamicLossScale) -> Node:
         op="adjust_loss_scale",
         inputs=(LOSS_SCALE, COUNTS),
         outputs=(),
-        attrs=MappingProxyType(attrs),
+        attrs=attrs,
         phase=Phase.UPDATE,
         mutates=(LOSS_SCALE, COUNTS),
     )
@@ -158,7 +156,7 @@ def to_mixed_precision(graph: Graph, dtype: str) -> Graph:
         nodes.append(replace(node, inputs=inputs, outputs=outputs, attrs=attributes))
         if returned:
             wide_of[first] = cast(result, spec)
-    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
+    return replace(graph, tensors=tensors, nodes=tuple(nodes))
 
 
 # Cache cast or transposed copies of parameters between steps.
@@ -196,11 +194,9 @@ def with_copies_of_parameters(graph: Graph) -> Graph:
     removed = made_of.keys() - written - copies.keys()
     return replace(
         graph,
-        tensors=MappingProxyType(
-            {n: s for n, s in tensors.items() if n not in removed}
-        ),
+        tensors={n: s for n, s in tensors.items() if n not in removed},
         nodes=remaining,
-        initializers=MappingProxyType({**graph.initializers, **copies}),
+        initializers={**graph.initializers, **copies},
     )
 
 

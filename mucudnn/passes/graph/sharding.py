@@ -24,7 +24,6 @@ import bisect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from mucudnn.ir.graph import PERSISTENT, Graph, Node, Phase
 from mucudnn.ir.profile import Profile
@@ -154,7 +153,7 @@ class _Writer:
             if name in self._shards or name not in used
         }
         tensors = {n: spec for n, spec in self._tensors.items() if n not in gone}
-        graph = Graph(MappingProxyType(tensors), tuple(nodes), self._graph.outputs)
+        graph = Graph(tensors, tuple(nodes), self._graph.outputs)
         profile = replace(
             self._profile,
             node_ms=self._node_ms,

@@ -104,9 +104,7 @@ class _Splitter:
             for name, spec in slices.tensors.items()
             if name in used or spec.role in PERSISTENT
         }
-        return replace(
-            graph, tensors=MappingProxyType(used_tensors), nodes=tuple(slices.nodes)
-        )
+        return replace(graph, tensors=used_tensors, nodes=tuple(slices.nodes))
 
     def _cut(self, node: Node, parts: int) -> Cut:
         """Return a node with at most as many parts as its tensors have rows."""
@@ -548,9 +546,8 @@ class SplitTensors:
     ) -> None:
         """Emit a concatenation of row ranges, with zeros before and after."""
         names = tuple(name for name, _ in sources)
-        attrs = MappingProxyType(
-            {"axis": axis, "parts": tuple(p for _, p in sources), "before": before}
-        )
+        parts = tuple(p for _, p in sources)
+        attrs = {"axis": axis, "parts": parts, "before": before}
         node = make_node(
             self.tensors, f"{joined}:join", "concat", names, (joined,), attrs, phase
         )

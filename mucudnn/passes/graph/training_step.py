@@ -260,7 +260,7 @@ def up_to_answers(forward: Graph) -> Graph:
     tensors = {name: spec for name, spec in forward.tensors.items() if name in used}
     return replace(
         forward,
-        tensors=MappingProxyType(tensors),
+        tensors=tensors,
         nodes=tuple(reversed(nodes)),
         outputs=(answers,),
     )
@@ -297,4 +297,4 @@ def decompose(graph: Graph) -> Graph:
         between, pieces = pieces_of(tensors, node)
         tensors.update((spec.name, spec) for spec in between)
         nodes += pieces or (node,)
-    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
+    return replace(graph, tensors=tensors, nodes=tuple(nodes))

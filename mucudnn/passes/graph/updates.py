@@ -8,7 +8,6 @@ gradients are alive together, which a global norm and dynamic loss scaling requi
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Literal
 
 from mucudnn.ir.graph import Graph, Node, Phase
@@ -113,7 +112,7 @@ def with_updates(
             op=op,
             inputs=(*inputs, *state, *scales),
             outputs=(),
-            attrs=MappingProxyType(attrs),
+            attrs=attrs,
             phase=Phase.UPDATE,
             mutates=(w, *state),
         )
@@ -127,9 +126,9 @@ def with_updates(
         nodes = with_nodes_after(graph, _earliest(graph, updates, copies))
     return replace(
         graph,
-        tensors=MappingProxyType(tensors),
+        tensors=tensors,
         nodes=nodes,
-        initializers=MappingProxyType(initializers),
+        initializers=initializers,
     )
 
 
@@ -204,7 +203,7 @@ def accumulation_graphs(
         )
     micro = _with_totals(graph)
     scale = gradient_scale / mini_batches
-    totals = MappingProxyType({w: f"{w}:total" for w in graph.gradients})
+    totals = {w: f"{w}:total" for w in graph.gradients}
     updated = with_updates(
         replace(micro, gradients=totals),
         optimizer,
@@ -237,16 +236,16 @@ def _with_totals(graph: Graph) -> Graph:
             "accumulate",
             (total.name, gradient),
             (),
-            MappingProxyType({"factor": 1.0}),
+            {"factor": 1.0},
             Phase.UPDATE,
             (total.name,),
         )
         ready.setdefault(known[gradient], []).append(node)
     return replace(
         graph,
-        tensors=MappingProxyType(tensors),
+        tensors=tensors,
         nodes=with_nodes_after(graph, ready),
-        initializers=MappingProxyType(initializers),
+        initializers=initializers,
     )
 
 
@@ -266,14 +265,13 @@ def _with_clearing(graph: Graph) -> Graph:
         nodes.append(node)
         done += (t for t in node.inputs if t in totals and last[t] is node)
     nodes += (_clear(tensors, total) for total in done)
-    return replace(graph, tensors=MappingProxyType(tensors), nodes=tuple(nodes))
+    return replace(graph, tensors=tensors, nodes=tuple(nodes))
 
 
 def _clear(tensors: dict[str, TensorSpec], total: str) -> Node:
     name = f"{total}.cleared"
     tensors[name] = replace(tensors[total], name=name, role=Role.GRADIENT, alias=total)
-    attrs = MappingProxyType({"value": 0.0})
-    return make_node(tensors, name, "fill", (), (name,), attrs, Phase.UPDATE)
+    return make_node(tensors, name, "fill", (), (name,), {"value": 0.0}, Phase.UPDATE)
 
 
 # Let updates read gradients in the dtype and layout in which they were computed.
@@ -314,7 +312,7 @@ def with_computed_gradients(graph: Graph, *, transposed: bool = True) -> Graph:
     tensors = {n: spec for n, spec in graph.tensors.items() if n not in removed}
     return replace(
         graph,
-        tensors=MappingProxyType(tensors),
+        tensors=tensors,
         nodes=tuple(n for n in graph.nodes if removed.isdisjoint(n.outputs)),
-        gradients=MappingProxyType({**graph.gradients, **found}),
+        gradients={**graph.gradients, **found},
     )

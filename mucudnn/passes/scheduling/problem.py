@@ -7,9 +7,9 @@ copies.
 
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.graph import PERSISTENT, Graph
@@ -179,18 +179,11 @@ def changes_of(uses: Iterable[Use], count: int) -> list[int]:
     return change
 
 
-class Scheduler(Protocol):
-    """A function that decides when copies run."""
+Scheduler = Callable[[SchedulingProblem], tuple[list[ResidencyInterval], MemoryLedger]]
+"""Returns residency intervals within the budget, and their ledger.
 
-    def __call__(
-        self, problem: SchedulingProblem
-    ) -> tuple[list[ResidencyInterval], MemoryLedger]:
-        """Return residency intervals within the budget, and their ledger.
-
-        Raises:
-            PlanningError: Nothing fits.
-        """
-        ...
+If nothing fits, it raises a `PlanningError`.
+"""
 
 
 # Times and workspaces of nodes for chosen convolution plans.

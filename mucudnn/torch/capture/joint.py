@@ -329,7 +329,7 @@ def _staying(lowered: Lowered, count: int, own: Sequence[int]) -> Lowered:
     outputs = [name for name in outputs if name in results]
     return replace(
         lowered,
-        graph=Graph(MappingProxyType(tensors), tuple(nodes), tuple(outputs)),
+        graph=Graph(tensors, tuple(nodes), tuple(outputs)),
         calls=MappingProxyType(calls),
         layouts=MappingProxyType(layouts),
         results=tuple(results),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -359,7 +358,7 @@ def with_updates(
         results = frozenset((*returned, *stores.values()))
         merger = Merger(writer.calls, tensors, lowered.layouts, readers, results)
     ordered = _ordered(lowered.graph, nodes, stores, late, merger, together or 0.0)
-    graph = Graph(MappingProxyType(tensors), ordered, asked)
+    graph = Graph(tensors, ordered, asked)
     return replace(lowered, graph=graph, calls=writer.calls, results=returned)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -584,7 +583,7 @@ def joined(
     return replace(
         lowered,
         graph=Graph(
-            MappingProxyType({n: s for n, s in tensors.items() if n in used}),
+            {n: s for n, s in tensors.items() if n in used},
             tuple(nodes),
             tuple(dict.fromkeys(outputs)),
         ),

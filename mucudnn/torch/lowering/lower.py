@@ -12,7 +12,6 @@ which operands it may overwrite.
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -134,7 +133,7 @@ class _Lowering:
         used.reverse()
         gone = made.difference(name for node in used for name in node.outputs)
         tensors = {n: spec for n, spec in self._tensors.items() if n not in gone}
-        graph = Graph(MappingProxyType(tensors), tuple(used), outputs)
+        graph = Graph(tensors, tuple(used), outputs)
         return Lowered(
             graph,
             self._calls,

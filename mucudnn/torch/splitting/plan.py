@@ -216,7 +216,7 @@ class _SliceCalls:
         """Return the cut graph with calls and layouts."""
         nodes = tuple(self._node(node) for node in self._graph.nodes)
         tensors = {name: self._spec(spec) for name, spec in self._graph.tensors.items()}
-        graph = replace(self._graph, tensors=MappingProxyType(tensors), nodes=nodes)
+        graph = replace(self._graph, tensors=tensors, nodes=nodes)
         return replace(
             self._whole, graph=graph, calls=self._calls, layouts=self._layouts
         )

@@ -42,7 +42,7 @@ class GraphRewriter(ABC):
         graph = self._lowered.graph
         for node in graph.nodes:
             self.write(node)
-        graph = Graph(MappingProxyType(self.tensors), tuple(self.nodes), graph.outputs)
+        graph = Graph(self.tensors, tuple(self.nodes), graph.outputs)
         return replace(
             self._lowered, graph=graph, calls=self.calls, layouts=self.layouts
         )

@@ -9,7 +9,6 @@ other tensor a slice of a call narrows what it needs itself.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from mucudnn.ir.graph import Node
@@ -56,7 +55,7 @@ def follow_rows(
         name: follower.spec(spec, name in inputs)
         for name, spec in lowered.graph.tensors.items()
     }
-    graph = replace(lowered.graph, tensors=MappingProxyType(tensors), nodes=nodes)
+    graph = replace(lowered.graph, tensors=tensors, nodes=nodes)
     return SplittableStep(replace(lowered, graph=graph), follower.cuts, follower.rows)
 
 
