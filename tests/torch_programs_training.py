@@ -621,6 +621,9 @@ complex_products_round_otherwise_in_place | | product(out) | | is_planned
 complex_tensors_are_changed_in_place
     | | rotated(torch.complex(out[:7, :3], out[:7, 1:])).abs().mean() * out
     | | is_planned
+trained_number_of_another_model_is_read
+    | others=[nn.Parameter(torch.ones(()))] | out * s.others[0].exp().detach()
+    | m.others[0].data.add_(1.0) | is_planned
 parameter_is_lent_to_the_step
     | last=nn.Linear(4, 4) | unbiased(s.last, out) | | is_planned
 products_with_a_number_round_otherwise_in_place
