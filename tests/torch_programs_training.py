@@ -632,6 +632,24 @@ products_with_a_number_round_otherwise_in_place
 
 
 @PROGRAMS(is_planned=True)
+def experts_have_a_load() -> Training:
+    """`torch.load` would make a capture valid for one run."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = perceptron()
+            self.load = nn.Buffer(torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.net(x)
+            self.load.add_(torch.softmax(out.detach(), 1).mean(0))
+            return out * torch.exp(-self.load)
+
+    return trained(Experts())
+
+
+@PROGRAMS(is_planned=True)
 def loss_is_compiled() -> Training:
     loss_fn = torch.compile(functional.cross_entropy, backend="eager")
     return trained(perceptron(), loss_fn=loss_fn)
