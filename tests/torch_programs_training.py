@@ -632,6 +632,12 @@ products_with_a_number_round_otherwise_in_place
 
 
 @PROGRAMS(is_planned=True)
+def gradients_of_earlier_micro_batches_are_zeroed() -> Training:
+    model = Reading(lambda s, out: (s.net[0].zero_grad(), out)[1])
+    return trained(model, optimizer=sgd(model), options={"accumulate": 2})
+
+
+@PROGRAMS(is_planned=True)
 def experts_have_a_load() -> Training:
     """`torch.load` would make a capture valid for one run."""
 
