@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.export._trace  # PyTorch imports it in a capture, and would keep patches
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
