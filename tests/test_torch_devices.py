@@ -86,6 +86,23 @@ def test_a_functional_form_leaves_its_operands_and_returns_what_they_become():
     assert not writes_of(function, (*given[:5], False, *given[6:]), {})
 
 
+def test_an_operator_that_fails_for_made_up_numbers_is_refused():
+    @torch.library.custom_op("mucudnn_tests::root", mutates_args=())
+    def root(x: torch.Tensor) -> torch.Tensor:
+        if x.max() < 1:
+            raise RuntimeError("too small")
+        return x.sqrt()
+
+    root.register_fake(torch.empty_like)
+    root.register_autograd(lambda ctx, grad: grad)
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    loss_fn = lambda out: root(out + 2).sum()  # noqa: E731
+    step = mt.train_step(layer, loss_fn, optimizer, budget="1GiB", cache=None)
+    with pytest.raises(UnsupportedError, match="is measured with: too small"):
+        step(torch.ones(3, 4))
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_an_operator_whose_schema_hides_a_write_is_refused(counted):
     """By version counters; and where a kernel does not count its write, by bytes."""

@@ -513,14 +513,32 @@ def test_a_compiled_step_stores_its_detached_weights():
     assert not model.stored.requires_grad
 
 
-def test_what_inductor_cannot_trace_runs_operation_by_operation():
+class Factored(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.linalg.cholesky(y.T @ y + torch.eye(4)).square().mean()
+
+
+def factored():
+    return Factored(6, 4), lambda loss: loss, (torch.randn(8, 6),)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (QUICK["grouped_products"], "Inductor cannot trace"),
+        (factored, "fails for the numbers it is measured with: .*cholesky"),
+    ],
+    ids=["traced", "measured"],
+)
+def test_what_cannot_be_compiled_runs_operation_by_operation(case, reason):
     """PyTorch's model of grouped products takes no float32."""
-    model, loss_fn, batch = QUICK["grouped_products"]()
+    model, loss_fn, batch = case()
     losses = []
     for inductor in (False, True):
         mine = copy.deepcopy(model)
         step = mt.train_step(mine, loss_fn, sgd(mine), inductor=inductor, cache=None)
-        says = "operation by operation: Inductor cannot trace"
+        says = f"operation by operation: .*{reason}"
         with pytest.warns(UserWarning, match=says) if inductor else nullcontext():
             losses.append([step(*batch).item() for _ in range(STEPS)])
     assert losses[0] == losses[1]

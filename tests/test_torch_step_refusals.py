@@ -51,6 +51,11 @@ def decided(s, x):
     return y.sum()
 
 
+def infinite(s, x):
+    most = max(-float("inf"), x.max().item())  # LINE
+    return s.m[0](x).sum() * most
+
+
 def by_chance(s, x):
     y = s.m[0](x)
     if torch.rand(()) < 0.5:  # LINE
@@ -128,6 +133,7 @@ def written_by_a_conjugate(s, x):
 
 AT_LINES = {
     text_of_a_number: r"writes a number as text.*with what the step returns",
+    infinite: r"cannot be captured.*NaN.*outside the step",
     numbers_in_a_tensor: r"cannot be captured.*scalars to be on CPU.*outside the step",
     written_by_a_conjugate: r"cannot be captured.*conjugated.*outside the step",
     nonzero: r"aten\.nonzero.*torch\.where",

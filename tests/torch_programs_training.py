@@ -621,11 +621,38 @@ complex_products_round_otherwise_in_place | | product(out) | | is_planned
 complex_tensors_are_changed_in_place
     | | rotated(torch.complex(out[:7, :3], out[:7, 1:])).abs().mean() * out
     | | is_planned
+trained_number_of_another_model_is_read
+    | others=[nn.Parameter(torch.ones(()))] | out * s.others[0].exp().detach()
+    | m.others[0].data.add_(1.0) | is_planned
 parameter_is_lent_to_the_step
     | last=nn.Linear(4, 4) | unbiased(s.last, out) | | is_planned
 products_with_a_number_round_otherwise_in_place
     | | (out.bfloat16().abs() ** 1.7).float() | | is_planned
 """)
+
+
+@PROGRAMS(is_planned=True)
+def gradients_of_earlier_micro_batches_are_zeroed() -> Training:
+    model = Reading(lambda s, out: (s.net[0].zero_grad(), out)[1])
+    return trained(model, optimizer=sgd(model), options={"accumulate": 2})
+
+
+@PROGRAMS(is_planned=True)
+def experts_have_a_load() -> Training:
+    """`torch.load` would make a capture valid for one run."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = perceptron()
+            self.load = nn.Buffer(torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.net(x)
+            self.load.add_(torch.softmax(out.detach(), 1).mean(0))
+            return out * torch.exp(-self.load)
+
+    return trained(Experts())
 
 
 @PROGRAMS(is_planned=True)

@@ -45,7 +45,7 @@ from mucudnn.torch.execution.devices import autocast_off, device_of
 from mucudnn.torch.execution.tiers import StepTiers, TierCopies
 from mucudnn.torch.inductor.sizes import CompiledSizes
 from mucudnn.torch.lowering.lower import lower
-from mucudnn.torch.lowering.lowered import Lowered
+from mucudnn.torch.lowering.lowered import Lowered, NotCompiledError
 from mucudnn.torch.optimizer_update import EagerUpdate
 from mucudnn.torch.plan import TorchPlan
 from mucudnn.torch.plan_store import PlanCacheChoice, PlanStore, open_plans
@@ -561,7 +561,18 @@ class LoweredStep:
             lowered = self.finish(lowered, together=options.together)
         else:
             lowered = self.finish(lowered)
-        profile = options.choice.profile(lowered, costs, options.plans)
+        try:
+            profile = options.choice.profile(lowered, costs, options.plans)
+        except RuntimeError as e:
+            if isinstance(e, torch.OutOfMemoryError):
+                raise
+            if options.inductor:
+                raise NotCompiledError(
+                    f"a kernel fails for the numbers it is measured with: {e}"
+                ) from e
+            raise UnsupportedError(
+                f"an operation fails for the numbers it is measured with: {e}"
+            ) from e
         tiers: tuple[MemoryTier, ...] = ()
         if isinstance(options.tiers, StepTiers):
             tiers = options.tiers.measured(device)

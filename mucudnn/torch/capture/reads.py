@@ -1215,7 +1215,7 @@ class _Names:
         loaded: Globals that it reads.
         stored: Globals that it writes and does not read.
         free_stored: Free variables that it writes and does not read.
-        texts: Every name by which it may take an attribute.
+        texts: Every name by which it may take an attribute, but of `self`.
         strings: Those of them that are strings in the code.
         imported: Modules that it imports: how many packages up, and the name.
         compares: Whether it compares two values by `is`.
@@ -1233,7 +1233,7 @@ class _Names:
 @functools.cache
 def _names_in(code: types.CodeType) -> _Names:
     found: dict[str, dict[str, None]] = collections.defaultdict(dict)
-    texts, strings = set(code.co_names), set()
+    texts, strings = set(), set()
     imported: set[tuple[int, str]] = set()
     before: list[Any] = [None, None]  # operands of the last two instructions
     loads, compares = "", False
@@ -1241,6 +1241,9 @@ def _names_in(code: types.CodeType) -> _Names:
         found[instruction.opname][instruction.argval] = None
         if instruction.opname == "IMPORT_NAME":
             imported.add((before[0], instruction.argval))
+        takes = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if instruction.argval in code.co_names and not (takes and before[1] == "self"):
+            texts.add(instruction.argval)
         before = [before[1], instruction.argval]
         # What follows on a constant, such as None, compares no tensors.
         compares |= instruction.opname == "IS_OP" and loads != "LOAD_CONST"

@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mucudnn.errors import UnsupportedError
 from mucudnn.torch.capture.guards import extent_of
@@ -197,7 +197,9 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
             and not any(a.alias_info is not None for a in func._schema.arguments)
         ):
             # The results belong to the step, which may write them.
-            args, kwargs = pytree.tree_map_only(torch.Tensor, to_fun, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, _functional_constant, (args, kwargs)
+            )
         if (rounded := rounds_in_place(func, args)) and not self._as_compiled:
             return args[0].copy_(in_place_on_copy(rounded)(*args, **kwargs))
         if writes_of(func, args, kwargs) and not func.has_kernel_for_dispatch_key(
@@ -282,6 +284,17 @@ def _calls_in_turn(func: Any, args: Any, kwargs: Any) -> list[Callable[[], Any]]
         return partial(func, *map(one, args), **options)
 
     return [call(i) for i in range(len(args[0]))]
+
+
+def _functional_constant(tensor: torch.Tensor) -> Any:
+    """Return a tensor from outside of the step for functionalization.
+
+    PyTorch's tracer refuses trained tensors that it does not know.
+    """
+    if tensor.requires_grad:
+        with _disable_current_modes():
+            tensor = tensor.detach()
+    return to_fun(tensor)
 
 
 def _recorded_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -427,6 +440,7 @@ _WITHOUT_DATA = (
     "Expected scalars to be on CPU",
     "on unresolved conjugated tensors",
     "!this_view_meta->has_fw_view()",
+    "sympy expression is NaN",  # of an infinite number and one of a tensor
 )
 """What PyTorch's errors say of calls that work on tensors with data only."""
 

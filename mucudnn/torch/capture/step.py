@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.export._trace  # PyTorch imports it in a capture, and would keep patches
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -501,8 +502,12 @@ class _Tracer:
         total: torch.Tensor | None = None
         extras = []
         before = _names_now()
+        # Code of the step may read or zero what micro-batches have accumulated.
+        lends = self.settings.accumulate > 1 and self.sharding is None
         for tensors, divisor in self.batch.parts(batch, self.settings.accumulate):
             loss, found = self._loss(tensors)
+            if lends:
+                gradients = {name: leaf.grad for name, leaf in trained.items()}
             extras.append(found)
             loss = loss / divisor if divisor != 1 else loss
             goal = loss * scale[0] if scale else loss
@@ -519,10 +524,14 @@ class _Tracer:
                 self.order.clear()
                 self.sums |= _names_now() - behind
             gradients = added(gradients, found_now)
+            for name, leaf in trained.items() if lends else ():
+                leaf.grad = gradients[name]
             total = loss.detach() if total is None else total + loss.detach()
             self.forward |= between - before
             self.backward |= _names_now() - between
             before = _names_now()
+        for leaf in trained.values() if lends else ():
+            leaf.grad = None
         if any(found is not None for found in extras):
             several = self.settings.accumulate > 1
             self.found = tuple(extras) if several else extras[0]
