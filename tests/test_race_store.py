@@ -5,11 +5,8 @@ import math
 import sqlite3
 
 import pytest
-from hypothesis import given, strategies as st
 
 from mucudnn.ir.conv import AlgoPerf
-from mucudnn.ir.measurement import Race, Recording
-from mucudnn.recording_format import format_recording, read_recording
 from mucudnn.runtime.store.measurements import BenchmarkCache
 from mucudnn.runtime.store.recordings import record_run
 from mucudnn.runtime.store.sqlite_file import CacheWarning
@@ -56,24 +53,6 @@ def test_a_damaged_race_is_run_again_and_mended(file):
         assert cache.put_race(GPU, "a", (3.0, 4.0)) == (3.0, 4.0)
     with BenchmarkCache(file) as cache:
         assert cache.get_race(GPU, "a") == (3.0, 4.0)
-
-
-# Recordings.
-
-texts = st.text(st.characters(codec="utf-8"), max_size=8)
-races = st.builds(
-    Race,
-    fingerprint=st.sampled_from(["gpu", "other"]),
-    raced=texts,
-    times_ms=st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)),
-    measured_at=st.floats(0, 1e9),
-)
-
-
-@given(st.lists(races, max_size=5), st.booleans())
-def test_races_survive_in_a_recording(found, compress):
-    data = format_recording(Recording(races=found), compress=compress)
-    assert sorted(map(repr, read_recording(data).races)) == sorted(map(repr, found))
 
 
 def test_a_recording_carries_races_to_other_machines(file, tmp_path):
