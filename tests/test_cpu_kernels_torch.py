@@ -28,45 +28,6 @@ def precision(request):
     return request.param
 
 
-POOLS = [
-    ((3, 5, 30), (3,), (2,), (1,)),
-    ((3, 5, 31, 28), (3, 2), (2, 2), (1, 0)),
-    ((2, 40, 112, 60), (3, 3), (2, 2), (1, 1)),
-    ((2, 3, 12, 11, 14), (2, 3, 3), (2, 1, 2), (1, 1, 0)),
-    ((4, 7, 7, 6), (7, 6), (7, 6), (0, 0)),
-]
-
-
-@pytest.mark.parametrize(("shape", "kernel", "stride", "padding"), POOLS)
-@pytest.mark.parametrize("ceil", [False, True])
-def test_pooling(shape, kernel, stride, padding, ceil, precision):
-    dtype, tolerance = precision
-    rank = len(kernel)
-    max_pool = getattr(functional, f"max_pool{rank}d")
-    avg_pool = getattr(functional, f"avg_pool{rank}d")
-    x = normal(*shape, dtype=dtype)
-    (tx,) = leaves(x)
-    ty = max_pool(tx, kernel, stride, padding, ceil_mode=ceil)
-    windows = zip(ty.shape[2:], shape[2:], kernel, stride, padding, strict=True)
-    extra = [max(0, (o - 1) * s + k - n - 2 * p) for o, n, k, s, p in windows]
-    attrs = {"kernel": kernel, "stride": stride, "padding": padding, "extra": extra}
-    dy = normal(*ty.shape, seed=1, dtype=dtype)
-    ty.backward(torch.from_numpy(dy))
-    y, index = run("max_pool", [x], [(dy.shape, dtype), (dy.shape, np.uint8)], attrs)
-    check(y, ty, 0)
-    (dx,) = run("max_pool_grad", [dy, index], [(shape, dtype)], attrs)
-    check(dx, tx.grad, tolerance)
-    for padded in (False, True):
-        (tx,) = leaves(x)
-        ty = avg_pool(tx, kernel, stride, padding, ceil, padded)
-        ty.backward(torch.from_numpy(dy))
-        counted = attrs | {"count_include_pad": padded}
-        (y,) = run("avg_pool", [x], [(dy.shape, dtype)], counted)
-        check(y, ty, tolerance)
-        (dx,) = run("avg_pool_grad", [dy], [(shape, dtype)], counted)
-        check(dx, tx.grad, tolerance)
-
-
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("shape", [(9, 40), (3, 33, 90), (5, 20, 50, 31)])
 def test_batch_norm_then_relu(shape, summed, precision):

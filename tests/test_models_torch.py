@@ -1,11 +1,12 @@
-"""Networks, their gradients and their kernels against PyTorch.
+"""Networks, their training and their kernels against PyTorch.
 
-Two steps: the graphs of some networks equal modules written independently; and our
+The graphs of some networks and their steps equal modules written independently; and our
 kernels compute what PyTorch's and its autograd do. Then come the
 gradients of every operation.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -13,16 +14,21 @@ import pytest
 import torch
 from torch.nn import functional
 
+from mucudnn import Tuner
 from mucudnn.ir.builder import GraphBuilder
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.initializers import Constant
+from mucudnn.ir.optimizers import Momentum
 from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.models import IMAGE, LABEL
 from mucudnn.passes.graph.autodiff import RULES, training_graph
 from mucudnn.passes.graph.fusion import fuse_elementwise
 from mucudnn.passes.graph.layouts import channels_last_nodes, with_channels_last
+from mucudnn.runtime.training.trainer import Trainer
+from mucudnn.runtime.tuning.timing import StoppingRule
 from tests import numpy_runner, torch_models, torch_ops
 from tests.model_cases import CASES, Case, furthest, random_feeds
+from tests.one_algorithm import one_algorithm
 
 pytestmark = pytest.mark.torch
 
@@ -38,6 +44,8 @@ DISTINCT = [case for case in CASES if case.name not in LIKE_OTHERS]
 
 SINGLE = ("alexnet", "densenet40", "googlenet", "resnet18", "unet2d_bn", "unet3d")
 """Trained in single precision: every layer that there is."""
+
+RATE = 0.01
 
 distinct = pytest.mark.parametrize("case", DISTINCT, ids=str)
 
@@ -71,7 +79,7 @@ def by_autograd(graph: Graph, parameters, feeds, *how):
     return values, found
 
 
-@pytest.mark.parametrize(
+independent = pytest.mark.parametrize(
     ("module", "case", "classes"),
     [
         (torch_models.ResNet18, Case("resnet18", 64), 11),
@@ -80,16 +88,25 @@ def by_autograd(graph: Graph, parameters, feeds, *how):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
+
+
+def with_parameters(net, graph: Graph, values):
+    """Return a module in double precision with the parameters of a graph."""
+    net = net.double()
+    names = [spec.name for spec in graph.with_role(Role.PARAMETER)]
+    with torch.no_grad():
+        for parameter, name in zip(net.parameters(), names, strict=True):
+            assert parameter.shape == values[name].shape, name
+            parameter.copy_(torch.from_numpy(np.array(values[name])))
+    return net, names
+
+
+@independent
 def test_graphs_equal_modules_written_independently(module, case, classes):
     graph = case.graph(classes=classes)
     trained = training_graph(graph)
     feeds = random_feeds(graph)
-    net = module(classes).double()
-    names = [spec.name for spec in graph.with_role(Role.PARAMETER)]
-    with torch.no_grad():
-        for parameter, name in zip(net.parameters(), names, strict=True):
-            assert parameter.shape == feeds[name].shape, name
-            parameter.copy_(torch.from_numpy(feeds[name]))
+    net, names = with_parameters(module(classes), graph, feeds)
     label = torch.from_numpy(feeds[LABEL])
     loss = functional.cross_entropy(net(torch.from_numpy(feeds[IMAGE])), label)
     loss.backward()
@@ -103,6 +120,33 @@ def test_graphs_equal_modules_written_independently(module, case, classes):
     }
     error, where = furthest(found, expected)
     assert error < 1e-5, where
+
+
+@independent
+def test_steps_follow_pytorch(module, case, classes):
+    graph = replace(case, batch=4).graph(classes=classes)
+    backend = "cpu" if case.name == "resnet18" else one_algorithm("GEMM")
+    # Which algorithm is the fastest is no matter here: deep networks have only one.
+    once = StoppingRule(min_samples=1, max_samples=1)
+    options = {"batch_policy": "undivided", "validate": False, "rule": once}
+    trainer = Trainer(
+        graph,
+        tuner=Tuner(backend=backend, **options),
+        optimizer=Momentum(learning_rate=RATE, weight_decay=0.0),
+    )
+    net, _ = with_parameters(module(classes), graph, trainer.state)
+    descent = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
+    rng = np.random.default_rng(0)
+    for step in range(4):
+        images = rng.standard_normal(graph.tensors[IMAGE].shape)
+        labels = rng.integers(0, classes, graph.tensors[LABEL].shape)
+        found = trainer.step(images, labels)
+        descent.zero_grad()
+        said = net(torch.from_numpy(images))
+        loss = functional.cross_entropy(said, torch.from_numpy(labels))
+        loss.backward()
+        descent.step()
+        assert found.loss == pytest.approx(loss.item(), rel=1e-4), step
 
 
 def masks_of(backend):
@@ -365,12 +409,9 @@ def test_a_loss_scale_scales_every_gradient():
             assert torch.equal(8 * once[gradient], often[scaled.gradients[name]])
 
 
-def test_every_rule_is_checked():
+def test_every_rule_is_checked_and_every_operation_has_a_formula():
     ops = {node.op for name in LAYERS for node in forward(name).nodes}
     assert ops == set(RULES)
-
-
-def test_every_operation_of_a_backward_pass_has_a_formula():
     graphs = (training_graph(forward(name)) for name in LAYERS)
     used = {node.op for graph in graphs for node in graph.nodes}
     assert used - {"dropout"} == torch_ops.OPS.keys() - {"accuracy", "batch_norm_eval"}
