@@ -55,29 +55,25 @@ WAYS = [
         for policy in policy_names()
         for convolutions in ("dynamic", "fixed")
     ),
+    *(
+        ("lru", {"scheduler": scheduler, "accumulate": parts})
+        for scheduler in ("on_demand", "adaptive_window")
+        for parts in (1, 2)
+    ),
 ]
 """What the refusals themselves promise is tested in `test_least_budget.py`."""
 
 
-@pytest.mark.parametrize(("policy", "convolutions"), WAYS)
-def test_training_fits_the_advised_budget(policy, convolutions):
-    options = {"policy": policy, "convolutions": convolutions}
+@pytest.mark.parametrize(("policy", "more"), WAYS)
+def test_training_fits_the_advised_budget(policy, more):
+    more = more if isinstance(more, dict) else {"convolutions": more}
+    options = {"policy": policy, **more}
     _, least = advised(1024, **options)  # too little to measure in
     assert train(least, **options).peak_bytes <= least
     text, again = advised(least - 1, **options)
     assert train(again, **options).peak_bytes <= again
     if CLAIM in text:
         advised(again - 1, **options)
-
-
-@pytest.mark.parametrize("scheduler", ["on_demand", "adaptive_window"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_schedulers_and_parts_fit_the_advised_budget(scheduler, accumulate):
-    options = {"scheduler": scheduler, "policy": "lru", "accumulate": accumulate}
-    least = 1024
-    for asked in (0, -1):
-        _, least = advised(least + asked, **options)
-        assert train(least, **options).peak_bytes <= least
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def positions(size, kernel, stride, padding, dilation):
 
 
 @given(conv_problems())
-def test_the_output_has_one_value_for_each_place_the_filter_fits(problem):
+def test_outputs_operations_and_operands_of_any_problem(problem):
     counted = tuple(
         positions(*axis)
         for axis in zip(
@@ -41,13 +41,18 @@ def test_the_output_has_one_value_for_each_place_the_filter_fits(problem):
         )
     )
     assert problem.y_shape == (problem.batch, problem.w_shape[0], *counted)
-
-
-@given(conv_problems())
-def test_every_output_value_is_a_multiply_add_for_each_tap(problem):
     outputs = sum(1 for _ in itertools.product(*map(range, problem.y_shape)))
     taps = sum(1 for _ in itertools.product(*map(range, problem.w_shape[1:])))
     assert problem.flops == 2 * outputs * taps
+    stored = {"x": problem.x_shape, "w": problem.w_shape, "y": problem.y_shape}
+    if problem.layout == "NHWC":
+        stored = {name: (s[0], *s[2:], s[1]) for name, s in stored.items()}
+    names = {"forward": "xwy", "backward_data": "ywx", "backward_filter": "xyw"}
+    specs = problem.operands()
+    assert "".join(spec.name for spec in specs) == names[problem.direction.value]
+    for spec in specs:
+        assert spec.shape == stored[spec.name]
+        assert spec.nbytes == int(problem.dtype[5:]) // 8 * math.prod(spec.shape)
 
 
 @given(conv_problems(), st.integers(1, 9))
@@ -62,19 +67,6 @@ def test_a_micro_batch_differs_in_the_batch_only(problem, batch):
         if getattr(micro, f.name) != getattr(problem, f.name)
     }
     assert differ <= {"x_shape"}
-
-
-@given(conv_problems())
-def test_operands_by_direction_are_stored_in_the_layout(problem):
-    stored = {"x": problem.x_shape, "w": problem.w_shape, "y": problem.y_shape}
-    if problem.layout == "NHWC":
-        stored = {name: (s[0], *s[2:], s[1]) for name, s in stored.items()}
-    names = {"forward": "xwy", "backward_data": "ywx", "backward_filter": "xyw"}
-    specs = problem.operands()
-    assert "".join(spec.name for spec in specs) == names[problem.direction.value]
-    for spec in specs:
-        assert spec.shape == stored[spec.name]
-        assert spec.nbytes == int(problem.dtype[5:]) // 8 * math.prod(spec.shape)
 
 
 def test_integers_and_sequences_mean_the_same():

@@ -94,12 +94,8 @@ def keeps_values(graph):
 
 
 @given(graphs(most=20))
-def test_in_place_changes_no_value(graph):
+def test_in_place_changes_no_value_and_only_what_nobody_else_needs(graph):
     keeps_values(graph)
-
-
-@given(graphs(most=20))
-def test_only_what_a_kernel_can_do_and_nobody_else_needs(graph):
     changed = in_place(graph)
     for name, source in overwritten(graph, changed).items():
         node = changed.producers[name]
@@ -114,15 +110,12 @@ def test_only_what_a_kernel_can_do_and_nobody_else_needs(graph):
         assert owner.role in (Role.ACTIVATION, Role.GRADIENT)
 
 
-def test_bias_and_activation_share_the_bytes_of_the_convolution():
+def test_bias_and_activation_share_bytes_but_what_is_read_is_not_overwritten():
     b = GraphBuilder()
     x = b.input("x", (1, 2, 4, 4))
     y = b.relu(b.conv(x, 2, 3, padding=1))
     graph = in_place(b.build(b.scale(y, 2.0)))
     assert graph.storages[graph.outputs[0]] == graph.nodes[0].outputs[0]
-
-
-def test_what_must_not_be_overwritten():
     b = GraphBuilder()
     x = b.input("x", (4,))
     from_input = b.relu(x)
@@ -257,16 +250,17 @@ def branches():
     return replace(interleaved, nodes=(*nodes[:8:2], *nodes[1:8:2], nodes[8]))
 
 
-def test_branches_one_by_one_need_less():
+def test_branches_one_by_one_need_less_by_each_order():
     graph = branches()
     parameters = sum(s.nbytes for s in graph.with_role(Role.PARAMETER))
     wide, narrow = 16 * 64 * 4, 64 * 4
     assert peak_bytes(graph) == parameters + 4 * wide + narrow
     for order in (least_peak, depth_first):
         assert peak_bytes(order(graph)) == parameters + wide + 4 * narrow
-
-
-def test_depth_first_walks_the_first_branch_last():
+    graph = depth_first(NETWORKS["chain"]())
+    back = [node for node in graph.nodes if node.phase is Phase.BACKWARD]
+    names = [node.op for node in back if node.op in ("bias_grad", "relu_grad")]
+    assert names == ["relu_grad", "bias_grad"] * 4
     b = GraphBuilder()
     x = b.relu(b.input("x", (2,)))
     ends = []
@@ -277,13 +271,6 @@ def test_depth_first_walks_the_first_branch_last():
     route = [node.name for node in depth_first(graph).nodes]
     walked = ["b/relu", "b/tanh", "c/relu", "c/tanh", "a/relu", "a/tanh"]
     assert route == ["relu", *walked, "add", "add.1"]
-
-
-def test_gradients_of_weights_come_with_their_layer():
-    graph = depth_first(NETWORKS["chain"]())
-    back = [node for node in graph.nodes if node.phase is Phase.BACKWARD]
-    names = [node.op for node in back if node.op in ("bias_grad", "relu_grad")]
-    assert names == ["relu_grad", "bias_grad"] * 4
 
 
 def test_state_is_read_before_it_changes():

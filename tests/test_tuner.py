@@ -157,9 +157,16 @@ def test_a_total_is_a_sum(total, batches):
     assert sum(plan.workspace for plan in plans) <= total
 
 
-def test_devices_of_two_models_are_refused():
+def test_prepared_problems_share_a_total_and_they_and_adopted_plans_are_hits():
     with pytest.raises(ValueError, match="'null' are not valid for 'cpu"):
         tuner(benchmark_backends=[get_backend("null"), get_backend("cpu")])
+    one = tuner(total_workspace=12 * KIB)
+    plans = one.prepare([problem(8), problem(4)])
+    clock = one.backend.device.now_ms
+    assert tuple(one.compiled(p.problem).plan for p in plans) == plans
+    plan = plan_of(one.backend, problem(7), ("FAST", 5), ("SLOW", 2))
+    assert one.adopt(plan).plan == one.compiled(problem(7)).plan == plan
+    assert one.backend.device.now_ms == clock
 
 
 def test_threads_get_one_compiled_plan_measured_once():
@@ -177,16 +184,6 @@ def test_threads_get_one_compiled_plan_measured_once():
     alone = watched()
     tuner(backend=alone).compiled(problem(8))
     assert sorted(backend.conv.calls) == sorted(alone.conv.calls)
-
-
-def test_prepared_problems_share_a_total_and_they_and_adopted_plans_are_hits():
-    one = tuner(total_workspace=12 * KIB)
-    plans = one.prepare([problem(8), problem(4)])
-    clock = one.backend.device.now_ms
-    assert tuple(one.compiled(p.problem).plan for p in plans) == plans
-    plan = plan_of(one.backend, problem(7), ("FAST", 5), ("SLOW", 2))
-    assert one.adopt(plan).plan == one.compiled(problem(7)).plan == plan
-    assert one.backend.device.now_ms == clock
 
 
 @pytest.mark.parametrize("total", [4 * KIB, 9 * KIB, 40 * KIB])
@@ -241,7 +238,7 @@ def test_a_tuner_says_what_it_is_in_a_line():
     )
 
 
-def test_a_with_closes_and_a_closed_tuner_opens_what_it_needs(tmp_path):
+def test_a_with_closes_what_was_not_given_and_a_closed_tuner_opens_it(tmp_path):
     file = tmp_path / "cache.sqlite"
     with tuner(cache=file) as one:
         (plan,) = one.plan([problem(8)])
@@ -257,9 +254,6 @@ def test_a_with_closes_and_a_closed_tuner_opens_what_it_needs(tmp_path):
     one.plan([problem(4)])
     assert {row.problem.batch for row in one.cache.rows()} == {1, 2, 4, 8}
     one.close()
-
-
-def test_a_cache_that_was_given_stays_open(tmp_path):
     with BenchmarkCache(tmp_path / "cache.sqlite") as cache:
         for _ in range(2):
             with tuner(cache=cache) as one:
@@ -429,7 +423,7 @@ def test_a_recorded_verdict_wins_over_the_sum_of_its_kernels_and_the_cache():
         assert backend.device.now_ms == 0
 
 
-def test_where_a_recording_is_silent_the_sum_decides_and_nothing_is_claimed():
+def test_where_a_recording_is_silent_the_sum_or_an_earlier_comparison_decides():
     _, plan, baseline = tried(DIVISIBLE, 1.0)
     there = Tuner(backend=replayed(DIVISIBLE), **LIMIT)
     assert there.plan([plan.problem]) == (plan,)
@@ -437,9 +431,6 @@ def test_where_a_recording_is_silent_the_sum_decides_and_nothing_is_claimed():
     assert there.verdicts == ()
     known = there.cache.get_verdict("machine", plan.problem, signature(plan, baseline))
     assert known is None
-
-
-def test_a_comparison_leaves_its_verdicts_to_later_tuners():
     here = Tuner(backend=shaky(4), rule=ROUGH)
     layers = [Layer("conv", problem(16), 1)]
     compare(here, layers, LIMITS)
@@ -459,7 +450,7 @@ def test_a_cache_exports_what_decides_plans(tmp_path):
     assert there.verdicts
 
 
-def test_a_run_that_was_cut_short_leaves_no_verdict_behind():
+def test_only_whole_verdicts_and_what_was_asked_for_are_recorded(tmp_path):
     here = Tuner(backend=get_backend("null"), **LIMIT)
     table = here.measure(problem(8))
     (plan,) = workspace_reuse([table], 4 * KIB)
@@ -468,9 +459,6 @@ def test_a_run_that_was_cut_short_leaves_no_verdict_behind():
     assert here.cache.get_verdict("null", problem(8), signature(plan, baseline)) is None
     here.validate(plan, baseline)
     assert here.cache.get_verdict("null", problem(8), signature(plan, baseline)) < 1.0
-
-
-def test_only_what_was_asked_for_is_recorded(tmp_path):
     here = Tuner(backend=shaky(4), rule=ROUGH)
     mine, other = problem(16), problem(16, w_shape=(5, 3, 3, 3))
     plans(here, [mine, other])
@@ -499,20 +487,15 @@ def test_what_is_too_large_is_refused_before_anything_is_measured(batch, policy)
     assert small.outcomes[0].choice is not None
 
 
-@pytest.mark.parametrize("batch", HUGE)
-def test_undivided_takes_any_number(batch):
-    one = Tuner(backend="null", rule=QUICK, batch_policy="undivided")
-    (plan,) = one.plan([problem(batch)])
-    assert [step.batch for step in plan.steps] == [batch]
-
-
 @pytest.mark.parametrize(
-    ("policy", "batch"), [("powers_of_two", 100_000), ("all", 1_000)]
+    ("policy", "batch"),
+    [*(("undivided", n) for n in HUGE), ("powers_of_two", 100_000), ("all", 1_000)],
 )
 def test_what_is_large_is_planned(policy, batch):
     one = Tuner(backend="null", rule=QUICK, batch_policy=policy, workspace_limit="1MiB")
     (plan,) = one.plan([problem(batch)])
     assert sum(step.batch for step in plan.steps) == batch
+    assert policy != "undivided" or len(plan.steps) == 1
 
 
 @pytest.mark.parametrize("batch", HUGE)
