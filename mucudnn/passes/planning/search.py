@@ -17,13 +17,13 @@ tried are divided into rounds: several plans get a few of them, and the fastest 
 plans get more; the last one, as long as it gains, and single tensors get cheaper
 residencies in the end. Every other plan tries changes in another order. Plans that are
 much slower than the fastest one get none: in none of the networks that were tried did
-one of them become the fastest. The exception, but for the last round, are two families
-of starts: those of `eviction.py`, which are tried where all others are far
-above the lower bound, and those that page nearly everything (`paged_family`), which are
-tried there and where the program has no solution. They are slow, since copies fill the
-time, but leave convolutions the most memory, and plans of tight budgets come from them.
-A few plans of small steps try changes that keep narrow results as well. Each of these
-families is compared with its own plans only, until the end.
+one of them become the fastest. The exception are two families of starts: those of
+`eviction.py`, which are tried where all others are far above the lower bound, and those
+that page nearly everything (`paged_family`), which are tried there and where the
+program has no solution. They are slow, since copies fill the time, but leave
+convolutions the most memory, and plans of tight budgets come from them. A few plans of
+small steps try changes that keep narrow results as well. Each of these families is
+compared with its own plans only, until the end.
 """
 
 import itertools
@@ -80,7 +80,7 @@ _LAST = 200
 
 _SLOWER_START, _SLOWER = 1.1, 1.04
 """Factors on the fastest plan above which another one is not improved: before the first
-round, and before the others. In the last one they hold for all families."""
+round, and before the others."""
 
 _NARROW_PLANS = 3
 """Plans whose changes also keep narrow results; see `RecomputeChains`. In larger
@@ -231,11 +231,9 @@ def _finished(
     """
     largest = sorted(request.candidates, key=lambda c: -c.saved.nbytes)
     names = [c.saved.name for c in largest]
-    fastest = min(climbs, key=lambda c: c.step_ms)
-    limit, at_once = _SLOWER * fastest.step_ms, fastest.copy()
+    at_once = min(climbs, key=lambda c: c.step_ms).copy()
     for climb in climbs:
-        if climb.step_ms <= limit:
-            climb.run(trials)
+        climb.run(trials)
     fastest, before = min(climbs, key=lambda c: c.step_ms), math.inf
     while enough_ms < fastest.step_ms <= _WORTH * before:
         before = fastest.step_ms
