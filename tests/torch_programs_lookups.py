@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import enum
 import functools
+import glob
 import importlib
 import logging
 import os
@@ -434,6 +435,20 @@ file_appears_by_os
 file_appears_in_a_list
     | flag = flag_file() | out * (3 if "flag" in os.listdir(flag.parent) else 1)
     | flag.touch()
+file_appears_by_a_function_of_another_name
+    | flag = flag_file(); there = os.path.exists | out * (3 if there(flag) else 1)
+    | flag.touch()
+file_opened_by_a_function_in_a_table
+    | flag = flag_file(); flag.write_text("1.0"); table = {"read": open}
+    | out * float(table["read"](flag).read()) | flag.write_text("3.0")
+file_read_by_a_path_of_the_step
+    | flag = flag_file(); flag.write_text("1.0")
+    | out * float(pathlib.Path(flag).open().read()) | flag.write_text("3.0")
+files_found_by_a_pattern
+    | flag = flag_file() | out * (1 + len(glob.glob(str(flag)))) | flag.touch()
+environment_asked_by_a_function_of_another_name
+    | os.environ["TESTS_SCALE"] = "1.0"; asked = os.getenv
+    | out * float(asked("TESTS_SCALE")) | os.environ["TESTS_SCALE"] = "3.0"
 file_read
     | flag = flag_file(); flag.write_text("1.0") | out * float(flag.read_text())
     | flag.write_text("3.0")

@@ -125,30 +125,57 @@ _UNSEEN_OF_TORCH = re.compile(
 _TELLS_TIME = frozenset({"time", "secrets", "uuid", "select", "socket"})
 """Modules whose functions return something else at every call."""
 
-_ASKS_OUTSIDE: Mapping[str, frozenset[str]] = {
-    "os": frozenset({"getcwd", "listdir", "read", "scandir", "stat", "urandom"}),
-    os.path.__name__: frozenset(
-        {"exists", "getmtime", "getsize", "isdir", "isfile", "islink", "lexists"}
-    ),
-    "datetime": frozenset({"now", "today", "utcnow"}),
-    "importlib": frozenset({"import_module"}),
-    "inspect": frozenset({"currentframe", "stack"}),
-    "numpy": frozenset({"fromfile", "genfromtxt", "load", "loadtxt"}),
-    "numpy.random": frozenset({"RandomState", "SeedSequence", "default_rng"}),
-    "random": frozenset({"Random", "SystemRandom"}),
-    "sys": frozenset({"_getframe", "getrecursionlimit"}),
-    "torch": frozenset({"load"}),
-}
-"""Functions of libraries that read what no note shows, by module."""
+_ASKS_PATHS = frozenset(
+    {"exists", "getmtime", "getsize", "isdir", "isfile", "islink", "lexists"}
+)
 
-_ASKS_FILES = _ASKS_OUTSIDE[os.path.__name__] | {
+_ASKS_FILES = _ASKS_PATHS | {
     "glob", "is_dir", "is_file", "iterdir", "open", "read_bytes", "read_text", "rglob",
     "stat",
 }  # fmt: skip
 """Methods of `pathlib.Path` that read what no note shows."""
 
+_ASKS_OUTSIDE: Mapping[str, frozenset[str]] = {
+    "os": frozenset(
+        {"access", "getcwd", "listdir", "lstat", "open", "popen", "read", "readlink"}
+        | {"scandir", "stat", "system", "urandom", "walk"}
+    ),
+    os.path.__name__: _ASKS_PATHS,
+    "pathlib": _ASKS_FILES,
+    **dict.fromkeys(("bz2", "codecs", "gzip", "lzma"), frozenset({"open"})),
+    "datetime": frozenset({"now", "today", "utcnow"}),
+    "glob": frozenset({"glob", "iglob"}),
+    "importlib": frozenset({"import_module"}),
+    "inspect": frozenset({"currentframe", "stack"}),
+    "io": frozenset({"FileIO", "open"}),
+    "linecache": frozenset({"getline", "getlines"}),
+    "mmap": frozenset({"mmap"}),
+    "numpy": frozenset({"fromfile", "genfromtxt", "load", "loadtxt", "memmap"}),
+    "numpy.random": frozenset({"RandomState", "SeedSequence", "default_rng"}),
+    "random": frozenset({"Random", "SystemRandom"}),
+    "shutil": frozenset({"disk_usage"}),
+    "subprocess": frozenset(
+        {"Popen", "call", "check_call", "check_output", "getoutput", "run"}
+    ),
+    "sys": frozenset({"_getframe", "getrecursionlimit"}),
+    "torch": frozenset({"load"}),
+}
+"""Functions of libraries that read what no note shows, by module."""
+
 _LOOKS_ANYWHERE = (globals, locals, vars, eval, exec, open, input, __import__)
 """Builtins that reach state which no note shows."""
+
+_OUTSIDE: Mapping[int, str] = {
+    **{id(function): function.__name__ for function in _LOOKS_ANYWHERE},
+    **{
+        id(function): name
+        for module, names in _ASKS_OUTSIDE.items()
+        for name, function in vars(importlib.import_module(module)).items()
+        if name in names and callable(function)
+    },
+}
+"""Names of these functions and classes by identity: a step may have them under other
+names, as after `from os.path import exists`."""
 
 _READS_FILES = frozenset({"read_text", "read_bytes", "fromfile", "loadtxt", "locked"})
 """Names of methods that read what no note shows."""
@@ -756,7 +783,13 @@ class ReadRecorder:
                 return
             if isinstance(value, tuple) and _is_library(kind):  # as sys.version_info
                 return
+        if id(value) in _OUTSIDE:
+            self._may_run_once(f"it uses {_OUTSIDE[id(value)]} ({label})")
         if isinstance(value, types.FunctionType):
+            if value.__module__ in _TELLS_TIME:
+                self._may_run_once(f"it uses {value.__module__} ({label})")
+            if value is os.getenv:
+                self._contents(os.environ._data, "os.environ")  # type: ignore[attr-defined]
             self._function(value)
         elif isinstance(value, staticmethod | classmethod):
             self._take(value.__func__, label)
@@ -769,6 +802,8 @@ class ReadRecorder:
         elif isinstance(value, types.BuiltinFunctionType):
             if not isinstance(value.__self__, types.ModuleType):
                 self._take(value.__self__, label)
+                if value.__name__ in _ASKS_OUTSIDE["datetime"]:
+                    self._may_run_once(f"it uses {value.__name__} ({label})")
             elif (name := value.__self__.__name__) in _TELLS_TIME:
                 self._may_run_once(f"it uses {name} ({label})")
         elif isinstance(value, types.MethodWrapperType):
@@ -1020,6 +1055,9 @@ class ReadRecorder:
                 if value in _LOOKS_ANYWHERE:
                     self._may_run_once(f"it calls {name}(){where}")
             self._take(value, f"global {name!r}")
+            paths = isinstance(value, type) and issubclass(value, pathlib.Path)
+            if paths and (asking := _ASKS_FILES & texts):
+                self._may_run_once(f"it calls {min(asking)}(){where}")
             self._namespace(value, names, where)
         for cell in function.__closure__ or ():
             value = Read.of(Kind.CELL, cell, None, "").value
