@@ -177,7 +177,7 @@ class Climb:
             self._behind = 0 if better else self._behind + 1
 
     def finish(self, names: Sequence[str], patience: int) -> None:
-        """Change single tensors to cheaper residencies until hardly one of them helps.
+        """Give single tensors cheaper residencies for as long as that helps.
 
         Groups change first, see `run`: where memory is tight, single tensors make room
         only once it is known which blocks are recomputed.
@@ -186,8 +186,7 @@ class Climb:
             names: The tensors, in the order of trials.
             patience: Changes in a row that may not help before this ends.
         """
-        state, left = self.state, patience
-        behind = 0
+        state, left, behind = self.state, patience, 0
         for name in itertools.cycle(names):
             others = state.residency.get(EVERYTHING, Residency.KEEP)
             behind += 1

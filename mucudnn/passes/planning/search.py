@@ -226,12 +226,12 @@ def _finished(
 ) -> Climb:
     """Improve the best plans of all families to the end; return the fastest.
 
-    Single tensors are changed last, but for one plan at once: it may be the fastest
-    before more of its groups have changed.
+    Residencies of single tensors change after those of groups. In a copy of the fastest
+    plan they change first, because its groups may need no more changes.
     """
     largest = sorted(request.candidates, key=lambda c: -c.saved.nbytes)
     names = [c.saved.name for c in largest]
-    at_once = min(climbs, key=lambda c: c.step_ms).copy()
+    copied = min(climbs, key=lambda c: c.step_ms).copy()
     for climb in climbs:
         climb.run(trials)
     fastest, before = min(climbs, key=lambda c: c.step_ms), math.inf
@@ -239,9 +239,9 @@ def _finished(
         before = fastest.step_ms
         fastest.run(trials)
     before = fastest.step_ms
-    at_once.finish(names, trials)
-    if at_once.step_ms < before:
-        fastest = at_once
+    copied.finish(names, trials)
+    if copied.step_ms < before:
+        fastest = copied
     else:
         fastest.finish(names, trials)
     while enough_ms < fastest.step_ms <= _WORTH * before:
