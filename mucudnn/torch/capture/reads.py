@@ -128,6 +128,7 @@ _TELLS_TIME = frozenset({"time", "secrets", "uuid", "select", "socket"})
 _ASKS_PATHS = frozenset(
     {"exists", "getmtime", "getsize", "isdir", "isfile", "islink", "lexists"}
 )
+"""Functions of `os.path` that read what no note shows."""
 
 _ASKS_FILES = _ASKS_PATHS | {
     "glob", "is_dir", "is_file", "iterdir", "open", "read_bytes", "read_text", "rglob",
@@ -1253,7 +1254,7 @@ class _Names:
         loaded: Globals that it reads.
         stored: Globals that it writes and does not read.
         free_stored: Free variables that it writes and does not read.
-        texts: Every name by which it may take an attribute, but of `self`.
+        texts: Every name by which it may take an attribute of something but `self`.
         strings: Those of them that are strings in the code.
         imported: Modules that it imports: how many packages up, and the name.
         compares: Whether it compares two values by `is`.
