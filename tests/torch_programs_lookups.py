@@ -18,11 +18,14 @@ import logging
 import os
 import pathlib
 import random
+import sqlite3
+import subprocess
 import sys
 import tempfile
 import threading
 import types
 import weakref
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -414,6 +417,29 @@ def save_array(value: float) -> str:
     return path
 
 
+def saved_row(value: float) -> str:
+    path = str(FOLDER / "rows.db")
+    pathlib.Path(path).unlink(missing_ok=True)
+    with contextlib.closing(sqlite3.connect(path)) as rows:
+        rows.execute("create table scales (scale)")
+        rows.execute("insert into scales values (?)", (value,))
+        rows.commit()
+    return path
+
+
+def row_of(path: str) -> float:
+    with contextlib.closing(sqlite3.connect(path)) as rows:
+        (found,) = rows.execute("select scale from scales").fetchone()
+    return float(found)
+
+
+def archived(text: str) -> str:
+    path = str(FOLDER / "texts.zip")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("scale", text)
+    return path
+
+
 def configured() -> configparser.ConfigParser:
     held = configparser.ConfigParser()
     held.read_string("[model]\nscale = 1.0")
@@ -452,6 +478,20 @@ environment_asked_by_a_function_of_another_name
 file_read
     | flag = flag_file(); flag.write_text("1.0") | out * float(flag.read_text())
     | flag.write_text("3.0")
+file_read_in_an_archive
+    | path = archived("1.0")
+    | out * float(zipfile.ZipFile(path).read("scale")) | archived("3.0")
+row_read_from_a_data_base
+    | path = saved_row(1.0) | out * row_of(path) | saved_row(3.0)
+file_read_by_numpy
+    | flag = flag_file(); np.ones(4, "f").tofile(flag)
+    | out * torch.from_numpy(np.fromfile(flag, "f")) | np.zeros(4, "f").tofile(flag)
+file_mapped_by_numpy
+    | path = save_array(1.0)
+    | out * torch.tensor(np.array(np.memmap(path, "f", "r", 128))) | save_array(3.0)
+program_run_by_the_step
+    | flag = flag_file() | out * len(subprocess.check_output(["ls", FOLDER]))
+    | flag.touch()
 tensor_loaded
     | path = save_tensor(1.0) | out * torch.load(path) | save_tensor(3.0)
 array_loaded
@@ -689,3 +729,33 @@ def input_computes_in_its_own_way() -> Training:
         change=lambda: _FACTOR.__setitem__(0, 3.0),
         undo=lambda: _FACTOR.__setitem__(0, 1.0),
     )
+
+
+@PROGRAMS(changes_in_step=True)
+def file_written_by_the_step() -> Training:
+    flag = flag_file()
+    flag.touch()
+
+    def read(s: Any, out: torch.Tensor) -> torch.Tensor:
+        with flag.open("a") as file:
+            file.write("x")
+        return out
+
+    return trained(Reading(read), watched=lambda: flag.stat().st_size)
+
+
+@PROGRAMS(changes_in_step=True)
+def folders_made_by_the_step() -> Training:
+    folder = pathlib.Path(tempfile.mkdtemp(dir=FOLDER))
+
+    def read(s: Any, out: torch.Tensor) -> torch.Tensor:
+        tempfile.mkdtemp(dir=folder)
+        return out
+
+    return trained(Reading(read), watched=lambda: len(list(folder.iterdir())))
+
+
+@PROGRAMS(is_planned=True)
+def functions_that_open_files_and_are_not_called() -> Training:
+    held = {"open": open, "run": subprocess.run, "load": np.load}
+    return trained(Reading(lambda s, out: out * len(held)))

@@ -2,7 +2,7 @@
 
 A captured step runs no Python again, so it is valid only for the state that its capture
 read. `ReadRecorder` notes that state as it is read, `guards.py` turns the notes into a
-check that runs before every later step. Four rules make the notes complete:
+check that runs before every later step. Six rules make the notes complete:
 
 1. *Objects.* While a capture runs, `nn.Module`, `Optimizer` and every Python class of
    which an object is reached have a `__getattribute__` that notes which attribute was
@@ -21,6 +21,10 @@ check that runs before every later step. Four rules make the notes complete:
 5. *Caches.* A function with a cache that does not have a result yet is computed outside
    of the capture, once, as in eager mode. Its result is a constant of the step, which
    is valid while the cache holds the same results.
+6. *Files and processes.* Python announces by audit events what a step is about to ask
+   of the operating system. A capture that reads is valid for one run only, one that
+   would change something ends before it does. Other functions that ask the system are
+   known by tables.
 
 Objects that are made within the step are the step's own and are not noted. Tensors are
 not compared by value: parameters, buffers and batches are inputs of the graph, and any
@@ -78,6 +82,7 @@ from mucudnn.torch.capture.python_state import (
 )
 from mucudnn.torch.source_lines import (
     is_library_file,
+    is_torch_file,
     line_now,
     line_of_function,
     torch_packages,
@@ -130,40 +135,50 @@ _ASKS_PATHS = frozenset(
 )
 """Functions of `os.path` that read what no note shows."""
 
-_ASKS_FILES = _ASKS_PATHS | {
-    "glob", "is_dir", "is_file", "iterdir", "open", "read_bytes", "read_text", "rglob",
-    "stat",
-}  # fmt: skip
+_ASKS_FILES = frozenset(
+    {"cwd", "exists", "is_dir", "is_file", "is_symlink", "lstat", "resolve", "stat"}
+)
 """Methods of `pathlib.Path` that read what no note shows."""
 
 _ASKS_OUTSIDE: Mapping[str, frozenset[str]] = {
     "os": frozenset(
-        {"access", "getcwd", "listdir", "lstat", "open", "popen", "read", "readlink"}
-        | {"scandir", "stat", "system", "urandom", "walk"}
+        {"access", "getcwd", "lstat", "read", "readlink", "stat", "urandom"}
     ),
     os.path.__name__: _ASKS_PATHS,
     "pathlib": _ASKS_FILES,
-    **dict.fromkeys(("bz2", "codecs", "gzip", "lzma"), frozenset({"open"})),
     "datetime": frozenset({"now", "today", "utcnow"}),
-    "glob": frozenset({"glob", "iglob"}),
     "importlib": frozenset({"import_module"}),
     "inspect": frozenset({"currentframe", "stack"}),
-    "io": frozenset({"FileIO", "open"}),
     "linecache": frozenset({"getline", "getlines"}),
-    "mmap": frozenset({"mmap"}),
-    "numpy": frozenset({"fromfile", "genfromtxt", "load", "loadtxt", "memmap"}),
     "numpy.random": frozenset({"RandomState", "SeedSequence", "default_rng"}),
     "random": frozenset({"Random", "SystemRandom"}),
     "shutil": frozenset({"disk_usage"}),
-    "subprocess": frozenset(
-        {"Popen", "call", "check_call", "check_output", "getoutput", "run"}
-    ),
     "sys": frozenset({"_getframe", "getrecursionlimit"}),
     "torch": frozenset({"load"}),
 }
-"""Functions of libraries that read what no note shows, by module."""
+"""Functions of libraries that read what neither a note nor the interpreter's audit
+events show, by module."""
 
-_LOOKS_ANYWHERE = (globals, locals, vars, eval, exec, open, input, __import__)
+_AUDITED = (
+    "builtins.input", "fcntl.", "ftplib.", "glob.", "http.", "open", "os.", "shutil.",
+    "smtplib.", "socket.", "sqlite3.", "subprocess.", "syslog.", "urllib.",
+)  # fmt: skip
+"""Beginnings of Python's audit events of what is read or changed outside of the
+process."""
+
+_ONLY_READS = frozenset(
+    {"glob.glob", "os.getxattr", "os.listdir", "os.listxattr", "os.scandir"}
+)
+"""Those of these events after which nothing outside has changed."""
+
+_BESIDE_STEP = frozenset(
+    {"_frozen_importlib", "_frozen_importlib_external", "importlib", "linecache"}
+    | {"importlib._bootstrap", "importlib._bootstrap_external", "logging", "traceback"}
+    | {"warnings"}
+)
+"""Modules that look for files to show or import source code, or that write logs."""
+
+_LOOKS_ANYWHERE = (globals, locals, vars, eval, exec, __import__)
 """Builtins that reach state which no note shows."""
 
 _OUTSIDE: Mapping[int, str] = {
@@ -177,9 +192,6 @@ _OUTSIDE: Mapping[int, str] = {
 }
 """Names of these functions and classes by identity: a step may have them under other
 names, as after `from os.path import exists`."""
-
-_READS_FILES = frozenset({"read_text", "read_bytes", "fromfile", "loadtxt", "locked"})
-"""Names of methods that read what no note shows."""
 
 _STRUCTURE = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
@@ -350,6 +362,7 @@ class ReadRecorder:
             self.__exit__()
             raise
         self._paused = False
+        _active_recorders().append(self)
         copyreg.__newobj__ = self._noting_copies(copyreg.__newobj__)  # type: ignore[attr-defined]
         if not self._all_run:
             threading.setprofile(self._watch_calls)
@@ -361,6 +374,7 @@ class ReadRecorder:
             sys.setprofile(None)  # which an error within it has done already
             threading.setprofile(None)
         self._paused = True
+        _active_recorders().clear()
         threading.Thread.start = self._start  # type: ignore[method-assign]
         for function, code in self._cached.items():
             function.__code__ = code
@@ -555,6 +569,34 @@ class ReadRecorder:
                         "tensors, plain values and containers of them can be stored "
                         "between steps, and no number that item() reads from a tensor"
                     )
+
+    def note_event(
+        self, event: str, args: tuple[Any, ...], frame: types.FrameType
+    ) -> None:
+        """Note an audit event of the interpreter, if a function of the step caused it.
+
+        Args:
+            event: Its name, such as "open".
+            args: What Python passes with it.
+            frame: The function that caused it.
+
+        Raises:
+            UnsoundCaptureError: It announces a change outside of the process, which can
+                neither be undone after a capture nor be made by later steps.
+        """
+        if self._paused or self._is_elsewhere() or not _is_of_step(frame):
+            return
+        event = event.partition("/")[0]
+        writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+        if event in _ONLY_READS or (event == "open" and not args[2] & writes):
+            self.lasts_one_run(f"it calls {event}(){line_now()}")
+            return
+        what = f"opens {args[0]!r} to write" if event == "open" else f"calls {event}()"
+        self._opaque = (
+            f"the step {what}{line_now()}, which planned steps cannot repeat; do so "
+            "outside of the step"
+        )
+        raise UnsoundCaptureError(self._opaque)
 
     # -- objects
 
@@ -1043,8 +1085,8 @@ class ReadRecorder:
             self._asks_type = where
         if "cache_info" in texts:  # planned steps do not ask the caches
             self._refuse(f"{name} reads the state of a cache{where}")
-        if reading := sorted(_READS_FILES & texts):
-            self._may_run_once(f"it calls {reading[0]}(){where}")
+        if "locked" in texts:
+            self._may_run_once(f"it calls locked(){where}")
         for name in names.stored:
             what = f"global {name!r}{where}"
             self._note_written((id(around), name), Kind.ENTRY, around, name, what)
@@ -1336,6 +1378,38 @@ def _is_unseen(value: Any) -> bool:
         if name.startswith("torch."):
             return _UNSEEN_OF_TORCH.match(name) is not None
     return package in _UNSEEN_MODULES or package in torch_packages()
+
+
+@functools.cache
+def _active_recorders() -> list[ReadRecorder]:
+    """Return a list for the recorder that notes the interpreter's audit events now.
+
+    The first call installs an audit hook, which Python cannot remove again.
+    """
+    active: list[ReadRecorder] = []
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if active and event.startswith(_AUDITED):
+            active[0].note_event(event, args, sys._getframe(1))
+
+    sys.addaudithook(hook)
+    return active
+
+
+def _is_of_step(frame: types.FrameType | None) -> bool:
+    """Return whether a user's function runs, or a library's that it has called.
+
+    PyTorch's own functions read files when they trace or compile.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        beside = frame.f_globals.get("__name__") in _BESIDE_STEP
+        if beside or is_torch_file(file):
+            return False
+        if not is_library_file(file):
+            return not _is_beside_step(frame)
+        frame = frame.f_back
+    return False
 
 
 def _is_beside_step(frame: types.FrameType | None) -> bool:
