@@ -527,7 +527,7 @@ def factored():
     ("case", "reason"),
     [
         (QUICK["grouped_products"], "Inductor cannot trace"),
-        (factored, "fails for the numbers it is measured with: .*cholesky"),
+        (factored, "fails for the values that it is measured with: .*cholesky"),
     ],
     ids=["traced", "measured"],
 )

@@ -264,7 +264,7 @@ WRONG = {
     "clip_value": (TypeError, ("1", [1.0], True), ValueError, (0.0, -1.0, NAN)),
     "scaler": (TypeError, (2.0, "on", True)),
     "model": (TypeError, (None, "net", len, nn.Linear)),
-    "loss_fn": (TypeError, (None, "mse", 3)),
+    "loss_fn": (TypeError, (None, "mse", 3, nn.MSELoss)),
     "optimizer": (
         *(TypeError, (None, "adam", torch.optim.SGD)),
         *(ValueError, (torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1),)),
@@ -443,3 +443,24 @@ def test_errors_of_the_users_own_come_through():
         step_of(nn.Linear(4, 1), lambda out: out.sum())(torch.randn(2, 5))
     with pytest.raises(ValueError, match="pair"):
         step_of(nn.Linear(4, 1), lambda out: {"loss": out.sum()})(torch.randn(2, 4))
+
+
+def test_one_argument_that_is_a_whole_batch_is_explained():
+    step = step_of(nn.Linear(4, 2), nn.functional.mse_loss)
+    x, y = torch.randn(3, 4), torch.randn(3, 2)
+    for batch in ((x, y), [x, y], {"x": x, "y": y}):
+        with pytest.raises(TypeError, match=r"forward\(\)") as refused:
+            step(batch)
+        assert "step(x, y)" in refused.value.__notes__[0]
+
+
+def test_an_operation_that_fails_when_it_is_measured_is_named():
+    step = step_of(nn.Linear(4, 2), torch.sum)
+    with pytest.raises(UnsupportedError, match=r"aten.addmm.*: .*Double and Float"):
+        step(torch.randn(3, 4, dtype=torch.float64))
+
+
+def test_words_for_a_budget_are_listed():
+    for face in (lambda b: step_of(nn.Linear(4, 2), torch.sum, budget=b), mt.backend):
+        with pytest.raises(ValueError, match=r"train_step also takes '50%'"):
+            face(budget="half") if face is mt.backend else face("half")

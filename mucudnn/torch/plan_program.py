@@ -568,10 +568,10 @@ class LoweredStep:
                 raise
             if options.inductor:
                 raise NotCompiledError(
-                    f"a kernel fails for the numbers it is measured with: {e}"
+                    f"a kernel fails for the values that it is measured with: {e}"
                 ) from e
             raise UnsupportedError(
-                f"an operation fails for the numbers it is measured with: {e}"
+                f"an operation fails for the values that it is measured with: {e}"
             ) from e
         tiers: tuple[MemoryTier, ...] = ()
         if isinstance(options.tiers, StepTiers):

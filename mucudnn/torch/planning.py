@@ -37,7 +37,12 @@ def parse_budget(budget: float | str | None) -> float:
     if budget is None:
         return math.inf
     if isinstance(budget, str):
-        return parse_bytes(budget)
+        try:
+            return parse_bytes(budget)
+        except ValueError as e:
+            raise ValueError(
+                f"budget: {e}; train_step also takes '50%', 'device' and 'auto'"
+            ) from None
     try:
         number = check_number("budget", budget, 0, finite=False)
     except TypeError:

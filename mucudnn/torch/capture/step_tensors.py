@@ -179,13 +179,21 @@ def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     A tuple is unpacked to positional arguments, a dict to keyword arguments.
     """
-    match args[0] if args else ():
-        case Mapping() as named:
-            return model(**named, **kwargs)
-        case tuple() | list() as several:
-            return model(*several, **kwargs)
-        case one:
-            return model(one, **kwargs)
+    try:
+        match args[0] if args else ():
+            case Mapping() as named:
+                return model(**named, **kwargs)
+            case tuple() | list() as several:
+                return model(*several, **kwargs)
+            case one:
+                return model(one, **kwargs)
+    except TypeError as e:
+        if len(args) == 1 and isinstance(args[0], tuple | list | Mapping):
+            e.add_note(
+                "the step was given one argument, which is the model's input; pass the "
+                "arguments of loss_fn after it: step(x, y), not step((x, y))"
+            )
+        raise
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -313,6 +321,9 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any) -> None:
     check_function(
         "loss_fn", loss_fn, "a function of the model's result and of the batch"
     )
+    if isinstance(loss_fn, type):
+        name = loss_fn.__name__
+        raise TypeError(f"loss_fn is the class {name}; pass an instance, {name}(...)")
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     own = set(map(id, root_of(model, loss_fn).parameters()))
     if own.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"]):

@@ -135,7 +135,7 @@ def costs_of(
     meter = meter_of(device_of(lowered.layouts))
     times: dict[Any, float] = {}
     wrong: dict[Any, WrongResultsError] = {}
-    failed: RuntimeError | None = None
+    failed: tuple[Node, RuntimeError] | None = None
     for key, node in nodes.items():
         if wrong:
             # A kernel that is given too few bytes may read beyond them.
@@ -152,13 +152,16 @@ def costs_of(
         except WrongResultsError as e:
             wrong[key] = e
         except RuntimeError as e:  # perhaps of operands that are wrong themselves
-            failed = failed or e
+            failed = failed or (node, e)
     if wrong:
         first, *_ = errors = [*wrong.values()]
         found = {name: mine for e in errors for name, mine in e.found.items()}
         raise WrongResultsError(str(first), found)
     if failed is not None:
-        raise failed
+        node, error = failed
+        if not isinstance(error, torch.OutOfMemoryError):
+            error.args = (f"{node.name} ({lowered.calls[node.name].function}): {error}",)
+        raise error
     return times, _scratch(meter, lowered, nodes)
 
 

@@ -96,6 +96,8 @@ def compile_layers(
     found = list(layers)
     for layer in found:
         check_type("layers", layer, torch.nn.Module, "torch.nn.Module objects")
+    if not found:
+        raise ValueError("layers is empty; pass the model's layers, model.layers")
     kinds = {_kind(layer) for layer in found}
     if len(kinds) != 1:
         raise ValueError(
