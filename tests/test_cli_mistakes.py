@@ -52,7 +52,7 @@ memory lenet --report a --trace a | both write a
 memory lenet --recording . | cannot be read
 memory lenet --device cpu --split 2 | is for estimated devices
 memory lenet --split ٣ | is not auto, none, height
-memory lenet --device h20 | unknown device 'h20'; did you mean 'h200'?; choose one of
+memory lenet --device h20 | unknown device 'h20' (did you mean 'h200'?); choose one of
 memory lenet --tier tape:1 | 'tape:1'; choose host, disk:FOLDER or peer:DEVICE
 memory lenet --budget much | not a size
 memory lenet --image 2 | padded input

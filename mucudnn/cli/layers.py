@@ -25,7 +25,9 @@ def _parse_directions(text: str) -> tuple[Direction, ...]:
     for name in names:
         if name not in _DIRECTIONS:
             valid = ", ".join(_DIRECTIONS)
-            raise click.BadParameter(f"unknown direction {name!r}; choose of: {valid}")
+            raise click.BadParameter(
+                f"unknown direction {name!r}; choose some of: {valid}"
+            )
     return tuple(d for d in Direction if "all" in names or d.value in names)
 
 

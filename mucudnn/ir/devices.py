@@ -232,7 +232,7 @@ def device_name(name: str) -> str:
             )
     if found not in DEVICES:
         close = difflib.get_close_matches(found, DEVICES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
             f"unknown device {name!r}{hint}; choose one of: {', '.join(DEVICES)}"
         )

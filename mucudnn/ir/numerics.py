@@ -81,7 +81,7 @@ class Numerics:
         for word in words:
             if word not in NUMERICS:
                 valid = ", ".join(NUMERICS)
-                raise ValueError(f"unknown numerics {word!r}; choose of: {valid}")
+                raise ValueError(f"unknown numerics {word!r}; choose some of: {valid}")
         if "strict" in words and {"tf32", "down_convert"} & {*words}:
             raise ValueError(f"{text!r}: strict allows neither tf32 nor down_convert")
         return cls(

@@ -56,8 +56,9 @@ def _rounded(nbytes: int, digits: int) -> str:
 
 
 def exact_bytes(nbytes: int) -> str:
-    """Format bytes rounded and exactly: `1.7 MiB (1774592 bytes)`."""
-    return f"{format_bytes(nbytes)} ({nbytes} bytes)"
+    """Format bytes rounded and exactly: `1.7 MiB (1774592 bytes)`, or `358 bytes`."""
+    exact = f"{nbytes} bytes"
+    return exact if nbytes < 1024 else f"{format_bytes(nbytes)} ({exact})"
 
 
 def parse_bytes(size: str | int) -> int:

@@ -301,7 +301,7 @@ def parse_device(text: str) -> FleetDevice:
     if name.endswith(".json") or "/" in name:
         raise ValueError(f"{name} does not exist; name a file with a table of steps")
     raise ValueError(
-        f"unknown device {name!r}; choose one of: {', '.join(DEVICES)}: or write "
+        f"unknown device {name!r}; choose one of: {', '.join(DEVICES)}; or write "
         "NAME=RECORDING, or a file with a table of steps"
     )
 
