@@ -40,6 +40,7 @@ fleet lenet --devices p10 | did you mean 'p100'
 fleet lenet --devices p100= | has no recording
 fleet lenet --devices 0xp100 | at least 1
 fleet lenet --devices p100=/nowhere.json | /nowhere.json
+fleet lenet --devices p100 --link 0 | '0' bytes per second is not a rate above 0
 fleet lenet --devices p100 --batch 9-8 | ends before it begins
 fleet lenet --devices p100 --batch many | neither a number
 fleet lenet --devices 2xp100 --batch 1 --at-least 1 | fewer
@@ -49,6 +50,7 @@ memory nosuch | unknown model 'nosuch'
 memory resnet:1,2 | four numbers
 memory lenet --json - --trace - | both write -
 memory lenet --report a --trace a | both write a
+memory lenet --json '' | the name of the file is empty
 memory lenet --recording . | cannot be read
 memory lenet --device cpu --split 2 | is for estimated devices
 memory lenet --split ٣ | is not auto, none, height
@@ -92,6 +94,7 @@ train digits --backend null --placement virtual | cannot map memory
 train digits --split auto | --split auto needs --budget
 train digits --shares ٣,1 | is not auto, equal, or numbers
 train lenet --disk . | --disk needs --budget
+train digits --precision float16 | for forward of 32 samples, x (32, 1, 8, 8), w
 train lenet --policy keep_all | --policy needs --budget
 train lenet --scheduler timed | --scheduler needs --budget
 train lenet --convolutions fixed | --convolutions needs --budget
@@ -235,6 +238,13 @@ def test_a_reader_that_leaves_costs_no_file_and_one_that_stays_takes_json(tmp_pa
             data = json.load(pipe)
         assert child.wait(300) == 0
     assert len(data["layers"]) == 3
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("memory", "--help")])
+def test_help_on_a_full_disk_is_one_line(words):
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
+        _, err = finish(start_python("-m", "mucudnn", *words, stdout=full), 2)
+    assert err == "mucudnn: error: [Errno 28] No space left on device\n"
 
 
 def test_a_locale_without_our_letters_is_no_crash():

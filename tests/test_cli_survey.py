@@ -212,6 +212,16 @@ def test_doctor_tries_what_is_there_and_advises_on_the_rest(gpu, monkeypatch):
     assert "fails    convolution on the CPU" in result.output
 
 
+@pytest.mark.filterwarnings("ignore:.*in memory only")
+def test_doctor_fails_if_nothing_can_be_stored(monkeypatch):
+    module = importlib.import_module("mucudnn.cli.doctor")
+    monkeypatch.setattr(module, "_torch_step", lambda: "takes seconds")
+    monkeypatch.setenv("MUCUDNN_DATABASE", "/dev/null/cache.sqlite")
+    result = run("doctor")
+    assert result.exit_code == ExitCode.FAILED
+    assert "fails    cache" in result.stdout
+
+
 def test_numerics_reach_the_tuner_and_the_report(tmp_path, monkeypatch):
     crowd = Backend(
         "crowd", VirtualDevice("crowd"), Crowded(get_backend("null").conv, 60)

@@ -82,10 +82,12 @@ def test_one_seed_one_result(run):
 def test_stopped_and_resumed(run, tmp_path):
     whole = run(*QUICK, "--epochs", 3, "--lr-schedule", "constant", "--json", "-")
     options = (*QUICK, "--lr-schedule", "constant", "--checkpoint", tmp_path)
-    first = run(*options, "--epochs", 2, "--steps", 4)
+    first = run(*options, "--epochs", 2, "--steps", 4, "--resume")
+    assert "has no checkpoint; training starts at step 0" in first.stderr
     assert "checkpoint of step 4" in first.stdout
     second = run(*options, "--epochs", 3, "--resume", "--json", "-")
     assert second.exit_code == 0, second.output
+    assert "has no checkpoint" not in second.stderr
     assert figures(second) == figures(whole)
     assert Checkpoints(tmp_path).steps()[0] == 9
 

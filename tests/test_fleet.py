@@ -292,6 +292,16 @@ def test_estimates_pay_for_the_all_reduce_and_better_devices_do_more():
     assert study_fleet(STEP, ["p100"]).plan.all_reduce_ms == 0
 
 
+def test_a_device_that_is_faster_alone_is_marked():
+    def remark(link):
+        study = study_fleet(STEP, ["k40c", "p100"], link=link)
+        rows = {row[0]: row for row in fleet_tables(study)[1].rows}
+        return rows["fastest device alone"][-1]
+
+    assert remark(Link(all_reduce_ms=1e6)) == "faster than any split: no all-reduce"
+    assert remark(Link(all_reduce_ms=0.0)) == ""
+
+
 def test_a_device_by_itself_is_the_step_without_a_budget():
     study = study_fleet(STEP, ["p100"])
     assert study.plan.samples == (64,)

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from mucudnn.errors import PlanningError
 from mucudnn.ir.conv import AlgoPerf, PerfTable
 from mucudnn.ir.numerics import NUMERICS, Numerics, RowStatus, Traits
 from mucudnn.passes.convolution.explain import counted, explain, left_out
@@ -47,6 +48,12 @@ def test_every_algorithm_is_counted_once_a_reason(perfs):
         assert set(entries) == others
     else:
         assert entries[0][0].split()[0] == str(len({algo for algo, _ in others}))
+
+
+def test_algorithms_with_one_reason_share_it():
+    table = PerfTable(problem(8), tuple(failed(a, "no float16") for a in ("B", "A")))
+    with pytest.raises(PlanningError, match=r"w \(.*, float32 \(A, B: no float16\)$"):
+        undivided([table], 0)
 
 
 def test_reasons_are_by_number_and_shortened():

@@ -114,7 +114,10 @@ class _RootGroup(Commands):
                 warnings.showwarning = _warn
                 warnings.simplefilter("always", PluginWarning)  # never a crash
                 code = super().main(*args, **options)
-        except click.ClickException as e:
+        except (click.ClickException, OSError) as e:
+            if isinstance(e, OSError):  # of --help and --version, before `invoke`
+                _discard_output()
+                e = BadInputError(str(e))
             message = one_line(suggesting(e.format_message()))
             with contextlib.suppress(OSError):
                 click.echo(f"mucudnn: error: {message}", err=True)

@@ -16,7 +16,7 @@ from mucudnn.backends import backend_names, device_count, get_backend
 from mucudnn.cli.app import ExitCode, one_line
 from mucudnn.cli.options import cache_option, json_option, open_cache
 from mucudnn.cli.output import emit
-from mucudnn.errors import BackendUnavailableError, MucudnnError
+from mucudnn.errors import BackendUnavailableError, CacheError, MucudnnError
 from mucudnn.report.text import bytes_text
 
 Status = Literal["works", "missing", "fails"]
@@ -155,6 +155,8 @@ def _gpu() -> str:
 
 def _cache(cache_path: str | None) -> str:
     found = _cache_facts(cache_path)
+    if found["path"] == "memory" and cache_path != "none":
+        raise CacheError("nothing can be stored on disk, as the warning says")
     return f"{found['path']}: {found['measurements']} measurements"
 
 

@@ -63,6 +63,7 @@ def _parse_batches(text: str) -> tuple[int, int | None]:
         "--link SIZE",
         "One-way bytes per second of the slowest link; by default that of the slowest "
         "device to its host.",
+        opt.byte_rate,
     ),
     opt.option("--all-reduce MS", "Time of the all-reduce of gradients.", opt.real()),
     opt.option(
@@ -104,7 +105,7 @@ def fleet(ctx: click.Context, /, model: str | None, **settings: Any) -> None:
                 spec,
                 devices,
                 most=most,
-                link=Link(settings["link"] or None, settings["all_reduce"]),
+                link=Link(settings["link"], settings["all_reduce"]),
                 progress=show,
                 **opt.chosen(settings, "at_least memory planned"),
             )

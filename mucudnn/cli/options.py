@@ -116,6 +116,14 @@ def byte_size(text: str | int) -> int:
     return nbytes
 
 
+def byte_rate(text: str | int) -> int:
+    """Parse `12GiB`, bytes per second."""
+    rate = byte_size(text)
+    if rate == 0:
+        raise click.BadParameter(f"{text!r} bytes per second is not a rate above 0")
+    return rate
+
+
 def byte_sizes(text: str) -> tuple[int, ...]:
     """Parse `8MiB,64MiB` into distinct ascending numbers."""
     return tuple(sorted({byte_size(size) for size in text.split(",")}))

@@ -38,6 +38,8 @@ def output_file(value: str) -> str:
     """
     if value == STDOUT or descriptor_of(value) == _STDOUT_DESCRIPTOR:
         return STDOUT
+    if not value:
+        raise click.BadParameter("the name of the file is empty")
     folder = Path(value).parent
     if not folder.is_dir():
         raise click.BadParameter(f"cannot write {value}: no directory {folder}")

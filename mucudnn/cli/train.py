@@ -268,7 +268,13 @@ class _Training:
             checkpoints = Checkpoints(folder)
         refuse_unwritable(folder)
         if self._settings["resume"]:
-            return checkpoints, checkpoints.load(self._words)
+            found = checkpoints.load(self._words)
+            if found is None and self.leads:
+                click.echo(
+                    f"mucudnn: {folder} has no checkpoint; training starts at step 0",
+                    err=True,
+                )
+            return checkpoints, found
         if checkpoints.steps():
             raise BadInputError(
                 f"{folder} holds checkpoints already; continue with --resume, or name "

@@ -350,6 +350,14 @@ class ConvPlan:
 Ints = int | Sequence[int]
 
 
+def problem_text(problem: ConvProblem) -> str:
+    """Return a problem's direction, shapes and data type in words."""
+    return (
+        f"{problem.direction.value} of {problem.batch} samples, x {problem.x_shape}, "
+        f"w {problem.w_shape}, {problem.dtype}"
+    )
+
+
 def channels(name: str, shape: Sequence[int]) -> int:
     """Return the number of channels of a tensor, its axis 1."""
     if len(shape) < 2:

@@ -91,7 +91,9 @@ def fleet_tables(study: FleetStudy) -> tuple[Table, ...]:
         else:
             rate = f"{1e3 * plan.batch / step_ms:,.0f}"
             speedup = speedup_text(step_ms / plan.step_ms)
-            splits.append((name, ms_text(step_ms), rate, speedup, ""))
+            wins = name == "fastest device alone" and step_ms < study.bound_ms
+            remark = "faster than any split: no all-reduce" if wins else ""
+            splits.append((name, ms_text(step_ms), rate, speedup, remark))
     of_splits = ("split", ">step ms", ">samples/s", ">speed-up of planned", "remark")
     return (
         Table(heading, columns, tuple(ranks), notes=tuple(notes)),

@@ -22,7 +22,7 @@ from mucudnn.ir.numerics import RowStatus
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.notebook import html_of
 from mucudnn.passes.convolution.explain import counted, left_out
-from mucudnn.passes.convolution.pareto import least_workspace
+from mucudnn.passes.convolution.pareto import by_reason, least_workspace
 from mucudnn.passes.microbatch import (
     PLANNERS,
     Planner,
@@ -420,8 +420,7 @@ def _why_unusable(table: PerfTable) -> str | None:
         return counted((perf.algo, str(perf.error)) for perf in withheld)
     if reasons:
         return "; ".join(reasons)
-    entries = (f"{who}: {why}" for who, why in left_out(table.perfs))
-    return "; ".join(entries) or "the backend has no algorithm for it"
+    return by_reason(left_out(table.perfs)) or "the backend has no algorithm for it"
 
 
 def _remark(problem: ConvProblem, choice: ValidatedPlan, limit: Limit) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import inf
 
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable, problem_text
 from mucudnn.ir.numerics import RowStatus
 from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.convolution.pareto import (
@@ -60,9 +60,8 @@ def explain(
         known = plan.workspace_limit
         workspace_limit = plan.workspace if known is None else known
     lines = [
-        f"{problem.direction.value} of {problem.batch} samples, x {problem.x_shape}, "
-        f"w {problem.w_shape}, {problem.dtype}, with at most "
-        f"{format_bytes(workspace_limit)} of workspace:"
+        f"{problem_text(problem)}, with at most {format_bytes(workspace_limit)} of "
+        "workspace:"
     ]
     whole = fastest_undivided(table, workspace_limit)
     lines.append(_undivided_line(table, whole))

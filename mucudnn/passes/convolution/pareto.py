@@ -15,12 +15,12 @@ denominator and added as integers. Sums are exact, and the lowest bits count the
 of two divisions that cost the same, the one with fewer parts is smaller.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import gcd, isfinite
 from typing import NamedTuple
 
 from mucudnn.errors import PlanningError
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable, problem_text
 
 _MOST_SAMPLES = 1 << 17
 _MOST_WORK = 1 << 24
@@ -164,20 +164,29 @@ def least_workspace(table: PerfTable) -> int | None:
 
 def no_plan(table: PerfTable, workspace_limit: int, least: int | None) -> PlanningError:
     """Return the error for a table without a plan within the limit."""
+    what = problem_text(table.problem)
     if not candidates(table):
-        errors = sorted({f"{p.algo}: {p.error}" for p in table.perfs if p.error})
-        reason = "; ".join(errors) or "nothing was measured"
-        return PlanningError(f"no algorithm is usable for {table.problem} ({reason})")
+        failed = {(p.algo, p.error) for p in table.perfs if p.error}
+        reason = by_reason(sorted(failed)) or "nothing was measured"
+        return PlanningError(f"no algorithm is usable for {what} ({reason})")
     if least is None:
         sizes = ", ".join(map(str, table.batches()))
         return PlanningError(
-            f"no plan for {table.problem}: measured at micro-batch sizes {sizes}, "
-            f"which do not make up its {table.problem.batch} samples"
+            f"no plan for {what}: measured at micro-batch sizes {sizes}, which do "
+            f"not make up its {table.problem.batch} samples"
         )
     return PlanningError(
-        f"no algorithm for {table.problem} fits in {workspace_limit} bytes of "
-        f"workspace (the smallest needs {least})"
+        f"no algorithm for {what} fits in {workspace_limit} bytes of workspace (the "
+        f"smallest needs {least})"
     )
+
+
+def by_reason(failures: Iterable[tuple[str, str]]) -> str:
+    """Return (algorithm, reason) pairs as text that states each reason once."""
+    algos: dict[str, list[str]] = {}
+    for algo, reason in failures:
+        algos.setdefault(reason, []).append(algo)
+    return "; ".join(f"{', '.join(names)}: {why}" for why, names in algos.items())
 
 
 class _Stair(NamedTuple):

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-IN_MEMORY_ONLY = "remembering in memory only, "
+IN_MEMORY_ONLY = "measurements and plans are stored in memory only, as "
 """Prefix of the warnings that a file is not used."""
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

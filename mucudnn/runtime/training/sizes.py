@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mucudnn.backends.base import Backend
 from mucudnn.errors import PlanningError
 from mucudnn.ir.channels_last import operands_of
-from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable
+from mucudnn.ir.conv import AlgoPerf, ConvPlan, ConvProblem, PerfTable, problem_text
 from mucudnn.ir.graph import Graph, Node
 from mucudnn.ir.profile import Profile
 from mucudnn.ir.sizes import format_bytes
@@ -146,7 +146,7 @@ def _extremes(tuner: Tuner, problem: ConvProblem) -> tuple[ConvPlan, ...]:
                 rows.append(perf)
     front = pareto_plans(PerfTable(problem, tuple(rows)), _NO_LIMIT)
     if not front:
-        raise PlanningError(f"no algorithm is usable for {problem}")
+        raise PlanningError(f"no algorithm is usable for {problem_text(problem)}")
     # The row with the most workspace might turn out to be the fastest: assume so.
     most = max(rows, key=lambda row: row.workspace)
     if most.workspace <= front[0].workspace:

@@ -160,7 +160,9 @@ def costs_of(
     if failed is not None:
         node, error = failed
         if not isinstance(error, torch.OutOfMemoryError):
-            error.args = (f"{node.name} ({lowered.calls[node.name].function}): {error}",)
+            error.args = (
+                f"{node.name} ({lowered.calls[node.name].function}): {error}",
+            )
         raise error
     return times, _scratch(meter, lowered, nodes)
 
