@@ -37,7 +37,7 @@ from mucudnn.report.trace import lanes_of
 
 WIDTH = 1000.0
 _FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=250.0)
-_LANE, _LANE_GAP, _LANES_LEFT = 30.0, 12.0, 130.0
+_LANE, _LANE_GAP, _LANES_LEFT = 30.0, 12.0, 140.0
 _THINNEST = 0.5
 _LABEL_ROOM = 15.0
 
