@@ -165,3 +165,5 @@ def test_without_pytorch_it_says_what_to_install(tmp_path, monkeypatch):
 
 def test_only_a_model_of_pytorch_is_compared():
     assert "--compare is for PyTorch models" in refused("lenet", "--compare")
+    line = refused("lenet", "--compare", "--report", "a.html", "--budget", "1GiB")
+    assert "cannot be combined with --budget, --report; it takes --batch" in line

@@ -209,6 +209,7 @@ def test_the_command_compares_numbers_of_gpus(tmp_path, monkeypatch):
         *("--policy", "keep_all", "--budget", "1GiB", "--json", "found.json"),
     )
     assert done.exit_code == 0, done.stderr
+    assert "e+" not in done.stdout  # of samples per second
     found = json.loads(Path("found.json").read_text())
     assert [row["gpus"] for row in found["scaling"]] == [2**n for n in range(11)]
     speeds = [row["samples_per_s"] for row in found["scaling"]]

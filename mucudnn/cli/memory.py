@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import cloup
+from click.core import ParameterSource
 
 from mucudnn.cli import options as opt
 from mucudnn.cli.app import BadInputError, ExitCode, bad_input
@@ -43,6 +44,7 @@ _CPU_BATCH = 4
 MOST_GPUS = 1 << 20
 
 _OF_BEST = ("trace_file", "snapshot_file")
+_OF_COMPARISON = ("model", "batch", "compare", "json_file", "imports")
 """Options for files about the best step."""
 
 _CODES = (
@@ -211,6 +213,17 @@ def _compare(
     ctx: click.Context, model: str, settings: dict[str, Any], json_file: str | None
 ) -> None:
     """Run the step of a PyTorch model in PyTorch's ways, and ours beside each."""
+    given = [
+        option.opts[0]
+        for option in ctx.command.params
+        if ctx.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        and option.name not in _OF_COMPARISON
+    ]
+    if given:
+        raise BadInputError(
+            "--compare runs the step as it is and cannot be combined with "
+            f"{', '.join(given)}; it takes --batch and --json"
+        )
     with progress_display(1) as progress:
         ways = compared_step(ctx, model, settings["batch"], progress)
 

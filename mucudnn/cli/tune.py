@@ -130,7 +130,7 @@ def tune(ctx: click.Context, /, sources: tuple[str, ...], **settings: Any) -> No
         if given:
             raise BadInputError(
                 "--plan-only measures nothing and cannot be combined with "
-                f"{', no '.join(given)}"
+                f"{', '.join(given)}"
             )
         alone: Any = {"benchmark_backends": (), "total_workspace": None}
         tuner = opt.make_tuner(settings | {"cache_path": "none"}, **alone)

@@ -187,7 +187,7 @@ def _scaling(study: MemoryStudy) -> Table:
             row.way,
             bytes_text(row.peak_bytes),
             ms_text(row.step_ms) if row.samples_per_s else NOTHING,
-            f"{row.samples_per_s:.4g}" if row.samples_per_s else NOTHING,
+            _rate_text(row.samples_per_s) if row.samples_per_s else NOTHING,
             ms_text(row.waits_ms) if row.samples_per_s else NOTHING,
         )
         for row in study.scaling
@@ -198,6 +198,11 @@ def _scaling(study: MemoryStudy) -> Table:
         f"{study.spec.batch} samples on each"
     )
     return Table(title, columns, rows)
+
+
+def _rate_text(samples_per_s: float) -> str:
+    rounded = f"{samples_per_s:.4g}"
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 1000 else rounded
 
 
 def _limits(study: MemoryStudy) -> Table:
@@ -224,7 +229,7 @@ def _throughput(study: MemoryStudy) -> Table:
             str(batch),
             study.by_batch[batch].policy,
             ms_text(study.by_batch[batch].step_ms),
-            f"{rate:.4g}",
+            _rate_text(rate),
             "best" if batch == study.best_batch else "",
         )
         for batch, rate in rates.items()
