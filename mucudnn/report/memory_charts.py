@@ -359,8 +359,13 @@ def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_L
     def kind(interval: Interval) -> str:
         if "~" in interval.name:
             return "again"
-        role = graph.tensors[interval.name].role
-        return "gradient" if role is Role.GRADIENT else "activation"
+        role, node = (
+            graph.tensors[interval.name].role,
+            graph.producers.get(interval.name),
+        )
+        # PyTorch's graphs have no role for gradients: results of the backward pass.
+        of_backward = node is not None and node.phase is Phase.BACKWARD
+        return "gradient" if role is Role.GRADIENT or of_backward else "activation"
 
     layers = [_Layer(interval, kind(interval)) for interval in largest[:_NAMED]]
     changes = sorted(
