@@ -294,6 +294,12 @@ KINDS = {
 }
 """Class in the style sheet -> its meaning."""
 
+_OF_PHASE = {
+    Phase.FORWARD: "activation",
+    Phase.BACKWARD: "gradient",
+    Phase.UPDATE: "rest",
+}
+
 
 @dataclass(slots=True)
 class _Layer:
@@ -359,13 +365,11 @@ def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_L
     def kind(interval: Interval) -> str:
         if "~" in interval.name:
             return "again"
-        role, node = (
-            graph.tensors[interval.name].role,
-            graph.producers.get(interval.name),
-        )
-        # PyTorch's graphs have no role for gradients: results of the backward pass.
-        of_backward = node is not None and node.phase is Phase.BACKWARD
-        return "gradient" if role is Role.GRADIENT or of_backward else "activation"
+        node = graph.producers.get(interval.name)
+        if graph.tensors[interval.name].role is Role.GRADIENT:
+            return "gradient"
+        # PyTorch's graphs have one role for all results; the phase tells them apart.
+        return _OF_PHASE[Phase.FORWARD if node is None else node.phase]
 
     layers = [_Layer(interval, kind(interval)) for interval in largest[:_NAMED]]
     changes = sorted(
