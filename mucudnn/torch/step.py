@@ -246,8 +246,9 @@ def train_step(
             runs in eager mode with either.
         inductor: Whether both passes are compiled by PyTorch's Inductor, once for all
             budgets, and planned kernel by kernel. Results are those of `torch.compile`,
-            bit for bit, unless there is a tuner. Where a step cannot be compiled, a
-            warning says why, and it runs operation by operation.
+            bit for bit, but up to rounding with a tuner, or where the update has square
+            roots. Where a step cannot be compiled, a warning says why, and it runs
+            operation by operation.
         tiers: Offload targets on the CPU: `host`, `disk:FOLDER`, `peer:1` (shared
             memory); append `=SIZE` to limit one. Several are filled fastest first. Host
             memory by default.
