@@ -338,6 +338,21 @@ def test_a_narrow_terminal_leaves_out_columns_and_cuts_no_cell(
     assert (words in terminal.getvalue()) == bool(left_out)
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_narrow_terminal_cuts_no_cell_of_a_comparison(monkeypatch, comparison, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    layers, summary = comparison_tables(comparison)
+    plan = (*("n=8,c=16,h=14,w=14,k=16,r=3", "backward data", "64 MiB", "0.185"),)
+    plan += ("0.185", "1.00×", "720 KiB", "IMPLICIT_PRECOMP_GEMM(8)")
+    write_tables([replace(layers, rows=(plan,), empty={})], terminal := Terminal())
+    for words in ("IMPLICIT_PRE", "COMP_GEMM(8)", "1.00×"):
+        assert words in terminal.getvalue()
+    assert ("left out: workspace" in terminal.getvalue()) == (width == 40)
+    write_tables([summary], terminal := Terminal())
+    for row in summary.rows:
+        assert row[1] in terminal.getvalue()
+
+
 # The curve of the best division never rises with more workspace.
 
 

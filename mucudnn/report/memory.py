@@ -24,7 +24,10 @@ _COLUMNS = (
 )
 """Columns of techniques; `gap` bounds the distance to the best possible plan."""
 
-_SPARE = ("bound ms", "recomputed", "scheduler", "gap", "offloaded")
+_SPARE = (
+    *("bound ms", "recomputed", "scheduler", "gap", "offloaded"),
+    *("fits", "step ms", "remark", "peak"),
+)
 
 QUEUES = {
     "heavy": "convolutions and matrix products",

@@ -112,7 +112,9 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
         *(">workspace", "plan"),
     )
     layers = Table(
-        "", columns, tuple(rows), frozenset(strong), tuple(notes), empty=empty
+        *("", columns, tuple(rows), frozenset(strong), tuple(notes)),
+        spare=("workspace", "undivided ms", "planned ms", "direction", "limit"),
+        empty=empty,
     )
     return (layers, _summary(comparison))
 
@@ -132,7 +134,7 @@ def write_tables(tables: Sequence[Table], stream: TextIO) -> None:
     console = Console(file=stream, highlight=False)
     for table in tables:
         shown, left_out = _fit_to_width(table, console.width)
-        console.print(_rich(shown, narrow=console.width < _NARROW), "\n", sep="")
+        console.print(_rich(shown, console.width), "\n", sep="")
         if left_out:
             console.print(
                 f"[dim]left out: {escape(', '.join(left_out))}; a wider terminal and a "
@@ -190,7 +192,8 @@ def _summary(comparison: Comparison) -> Table:
         if entry.missing
     )
     title = f"{comparison.backend}: {comparison.fingerprint}"
-    return Table(title, columns, rows, notes=notes)
+    spare = ("smallest", "largest", "undivided ms", "planned ms")
+    return Table(title, columns, rows, notes=notes, spare=spare)
 
 
 def _plain(table: Table) -> str:
@@ -229,20 +232,31 @@ def _fit_to_width(table: Table, width: int) -> tuple[Table, list[str]]:
 
 
 def _minimum_width(table: Table) -> int:
-    total = len(table.columns) - 1
+    return sum(least for least, _ in _column_widths(table)) + len(table.columns) - 1
+
+
+def _column_widths(table: Table) -> list[tuple[int, int]]:
+    """Return the least and the usual width of each column."""
+    widths = []
     for i, column in enumerate(table.columns):
         name = column.removeprefix(">")
         words = max(map(len, name.split()))
         cells = max((len(row[i]) for row in table.rows), default=0)
-        total += max(words, min(cells, _WRAPPED.get(name, cells)))
-    return total
+        wrapped = min(cells, _WRAPPED.get(name, cells))
+        widths.append((max(words, wrapped), max(words, cells)))
+    return widths
 
 
-def _rich(table: Table, *, narrow: bool) -> object:
+def _rich(table: Table, width: int) -> object:
     from rich import box
     from rich.markup import escape
     from rich.table import Table as RichTable
 
+    narrow = width < _NARROW
+    # Rich may shrink columns below their least width, and then cuts their cells.
+    widths = _column_widths(table)
+    padding = 0 if narrow else 2 * len(widths)
+    left = max(0, width - _minimum_width(table) - padding)
     drawn = RichTable(
         box=box.SIMPLE_HEAD,
         title=escape(table.title) or None,
@@ -250,13 +264,15 @@ def _rich(table: Table, *, narrow: bool) -> object:
         padding=(0, 0) if narrow else (0, 1),
         show_edge=False,
     )
-    for column in table.columns:
+    for column, (least, usual) in zip(table.columns, widths, strict=True):
         name = column.removeprefix(">")
+        more = min(left, usual - least)
+        left -= more
         drawn.add_column(
             escape(name.replace(" ", "\n")),
             justify="left" if name == column else "right",
             no_wrap=name not in _WRAPPED,
-            min_width=_WRAPPED.get(name),
+            width=least + more,
             overflow="fold",
         )
     for i, row in enumerate(table.rows):
