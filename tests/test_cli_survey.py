@@ -201,6 +201,7 @@ def test_doctor_tries_what_is_there_and_advises_on_the_rest(gpu, monkeypatch):
     assert found["convolution on the CPU"]["status"] == "works"
     assert found["NVIDIA GPU"]["status"] == "missing"
     assert "no NVIDIA driver" in found["NVIDIA GPU"]["detail"]
+    assert found["images of digits (--data digits)"]["detail"] == "sklearn"
     assert all((c["status"] == "works") == (not c["advice"]) for c in data["checks"])
 
     def wrong(x, w, *, tuner):

@@ -39,6 +39,7 @@ _OPTIONAL = {
     "pictures in reports and data sets": ("PIL", "images"),
     "several processes (mpiexec)": ("mpi4py", "mpi"),
     "event files for TensorBoard": ("tensorboardX", "tensorboard"),
+    "images of digits (--data digits)": ("sklearn", "digits"),
 }
 """Purpose of an extra -> its module, and the extra's name."""
 
