@@ -459,3 +459,14 @@ def test_out_is_checked_on_a_hit_too():
             conv2d(X, W, out=out, tuner=tuner)
     with pytest.raises(ValueError, match="which was not given"):
         conv2d(X, W, accumulate=True, tuner=tuner)
+
+
+@pytest.mark.torch
+def test_tensors_of_pytorch_are_refused_with_what_takes_them():
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    x, w = torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
+    for given in (x, x.numpy()):
+        with pytest.raises(
+            TypeError, match=r"got PyTorch tensors; .*\.convolutions\(\)"
+        ):
+            conv2d(given, w, tuner=cpu_tuner())

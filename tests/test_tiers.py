@@ -322,7 +322,7 @@ def test_a_step_is_planned_for_the_tiers_that_there_are(bench):
     assert all(placement.used)
     assert placed.nbytes <= request.budget
     assert str(placement).startswith("tensors: ")
-    with pytest.raises(PlanningError, match="leave the device"):
+    with pytest.raises(PlanningError, match="to be offloaded"):
         place_tiered_step(request, [tier("host", 1024)])
 
 
@@ -451,7 +451,7 @@ def test_a_missing_folder_and_a_small_tier_are_told(tmp_path):
     with pytest.raises(ValueError, match=r"cannot create a file in .*none"):
         trainer(within(0.6, policy="paging", tiers=f"disk:{tmp_path / 'none'}"))
     with pytest.raises(
-        PlanningError, match=r"leave the device; there are 4.0 KiB of host"
+        PlanningError, match=r"to be offloaded; there are 4.0 KiB of host"
     ):
         trainer(within(0.6, policy="paging", tiers="host=4KiB"))
     with pytest.raises(PlanningError, match="add the tier host or disk:FOLDER"):

@@ -216,6 +216,11 @@ def _call(
         key = (signature, a.shape, b.shape, a.dtype, b.dtype)
         ready = tuner.bound.get(key)
     if ready is None:
+        if any(type(x).__module__.partition(".")[0] == "torch" for x in (a, b)):
+            raise TypeError(
+                "operands must be arrays, got PyTorch tensors; pass tensor.numpy(), or "
+                "run the model within mucudnn.torch.convolutions()"
+            )
         problem = _problem(signature, a, b)
         result = problem.operands()[2]
         check_out(tuner.backend.device, result, out, accumulate)

@@ -109,8 +109,7 @@ def _no_room(
     there = ", ".join(f"{n} of {t.name}" for n, t in zip(sizes, tiers, strict=True))
     beside = f", {held} parameters and state beside it" if held else ""
     what = (
-        f"no room for {exact_bytes(short)} of the {exact_bytes(needed)} that leave the "
-        "device"
+        f"no room for {exact_bytes(short)} of the {exact_bytes(needed)} to be offloaded"
     )
     if not there:
         return PlanningError(
