@@ -331,6 +331,14 @@ def test_what_is_wrong_with_a_file_is_one_line(name, message, network):
     assert message in refused("train", network(name).removesuffix(":"))
 
 
+def test_a_step_of_pytorch_is_neither_trained_nor_shared_out(tmp_path):
+    file = tmp_path / "net.py"
+    file.write_text("def step(batch):\n    return 1, 2, 3, 4\n")
+    for command in (("train",), ("fleet", "--devices", "p100")):
+        line = refused(*command, f"{file}:step")
+        assert "returned tuple, not a Graph; `mucudnn memory` studies" in line
+
+
 def test_a_network_is_what_was_asked_for(network):
     assert "must use its argument `image`" in refused(
         "memory", network("tiny"), "--image", 9

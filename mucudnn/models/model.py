@@ -232,9 +232,14 @@ class FunctionModel:
 
     def _check(self, graph: object) -> None:
         if not isinstance(graph, Graph):
+            remedy = "end it with `return g.build(loss, g.accuracy(logits, label))`"
+            if isinstance(graph, tuple):
+                remedy = (
+                    "`mucudnn memory` studies (model, loss_fn, example, optimizer) of "
+                    "PyTorch, and mucudnn.torch.train_step trains such a model"
+                )
             raise TypeError(
-                f"{self.name} returned {type(graph).__name__}, not a Graph; end it "
-                "with `return g.build(loss, g.accuracy(logits, label))`"
+                f"{self.name} returned {type(graph).__name__}, not a Graph; {remedy}"
             )
         found = [spec.name for spec in graph.with_role(Role.INPUT)]
         if not {IMAGE, LABEL} <= set(found):
