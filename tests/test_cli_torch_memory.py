@@ -65,7 +65,8 @@ def test_the_table_and_files_are_as_for_networks(model, tmp_path):
     assert found["max_batch"]["planned"] >= found["max_batch"]["keep_all"] > 0
     (best,) = [row for row in found["rows"] if row["best"]]
     assert best["peak_bytes"] <= 620 << 10
-    assert 'class="stay gradient"' in page.read_text()
+    for kind in ("activation", "gradient", "rest"):
+        assert f'class="stay {kind}"' in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
     assert pickle.loads(snap.read_bytes())["segments"]
 

@@ -1,7 +1,13 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from mucudnn.ir.sizes import LARGEST, format_bytes, parse_bytes, parse_integer
+from mucudnn.ir.sizes import (
+    LARGEST,
+    exact_bytes,
+    format_bytes,
+    parse_bytes,
+    parse_integer,
+)
 
 
 @pytest.mark.parametrize(
@@ -144,3 +150,10 @@ def test_an_integer_out_of_range_is_told_the_range(digits):
     with pytest.raises(ValueError, match="the least is -5"):
         parse_integer("-" + "9" * digits, least=-5)
     assert parse_integer("0" * digits + "3", most=5) == 3
+
+
+def test_bytes_that_are_exact_already_are_given_once():
+    assert exact_bytes(1774592) == "1.7 MiB (1774592 bytes)"
+    assert exact_bytes(1024) == "1.0 KiB (1024 bytes)"
+    assert exact_bytes(1023) == "1023 bytes"
+    assert exact_bytes(0) == "0 bytes"
