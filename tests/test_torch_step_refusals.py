@@ -119,6 +119,37 @@ def text_of_a_number(s, x):
     return y * len(f"{y.item():.3f}")  # LINE
 
 
+def formatted_tensor(s, x):
+    y = s.m[0](x).sum()
+    return y * len(f"{y:.3f}")  # LINE
+
+
+def text_of_a_tensor(s, x):
+    return s.m[0](x).sum() * len(str(x))  # LINE
+
+
+def class_of_a_tensor(s, x):  # LINE
+    if type(x) not in (torch.Tensor, list):
+        raise TypeError
+    return s.m[0](x).sum()
+
+
+def statistics_in_part(s, x):
+    y = s.m[0](x)
+    return nn.functional.batch_norm(y, None, HELD, training=True).sum()  # LINE
+
+
+def mean_of_nothing(s, x):
+    y = s.m[0](x)[:0]
+    (g,) = torch.autograd.grad(nn.functional.mse_loss(y, y * 2), s.m[0].bias)  # LINE
+    return (s.m[0](x) * g).sum()
+
+
+def jagged(s, x):
+    parts = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)  # LINE
+    return s.m[0](parts).values().sum()
+
+
 def numbers_in_a_tensor(s, x):
     y = s.m[0](x)
     return torch._foreach_addcmul([y], [y], [y], HELD[:1])[0].sum()  # LINE
@@ -132,7 +163,13 @@ def written_by_a_conjugate(s, x):
 
 
 AT_LINES = {
-    text_of_a_number: r"writes a number as text.*with what the step returns",
+    text_of_a_number: r"writes a number or tensor as text.*what the step returns",
+    formatted_tensor: r"writes a number or tensor as text.*what the step returns",
+    text_of_a_tensor: r"writes a number or tensor as text.*what the step returns",
+    class_of_a_tensor: r"compares the class of a tensor.*isinstance",
+    statistics_in_part: r"cannot be captured.*running_mean.*outside the step",
+    mean_of_nothing: r"cannot be captured.*division by zero.*outside the step",
+    jagged: r"cannot be captured.*not tracked.*outside the step",
     infinite: r"cannot be captured.*NaN.*outside the step",
     numbers_in_a_tensor: r"cannot be captured.*scalars to be on CPU.*outside the step",
     written_by_a_conjugate: r"cannot be captured.*conjugated.*outside the step",

@@ -13,11 +13,14 @@ same type.
 import ast
 import collections
 import contextlib
+import decimal
 import functools
+import gc
 import itertools
 import os
 import random
 import re
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -573,8 +576,24 @@ _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
     ),
     (lambda: torch.backends.cudnn.benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+    ),
+    (
+        lambda: torch.distributions.Distribution._validate_args,
+        torch.distributions.Distribution.set_default_validate_args,
+    ),
+    (lambda: decimal.getcontext().copy(), decimal.setcontext),
+    (np.geterr, lambda errors: np.seterr(**errors)),
+    (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    (
+        lambda: threading.current_thread().name,
+        lambda name: setattr(threading.current_thread(), "name", name),
+    ),
 ]
 
 

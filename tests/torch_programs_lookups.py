@@ -10,8 +10,10 @@ import abc
 import configparser
 import contextlib
 import datetime
+import decimal
 import enum
 import functools
+import gc
 import glob
 import importlib
 import logging
@@ -185,6 +187,10 @@ class_made_by_a_metaclass
 class_registered_as_another
     | wanted = abstract(); one = Plain()
     | out * (3 if isinstance(one, wanted) else 1) | wanted.register(Plain)
+class_gets_a_subclass
+    | parent, child = family()
+    | out * len(parent.__subclasses__()) * child.factor
+    | globals().update(_SUBCLASS=type("Other", (parent,), {}))
 metaclass_that_forbids_to_set | held = FixedClass() | out * held.zoom | held.zoom = 3.0
 metaclass_that_is_called | | out * ScaledClass().zoom | SCALE[0] = 3.0
 """)
@@ -278,6 +284,15 @@ state_of_a_partial_function
 seed_of_a_generator
     | held = torch.Generator().manual_seed(1) | out * held.initial_seed()
     | held.manual_seed(3)
+name_of_the_thread
+    | | out * float(len(threading.current_thread().name))
+    | threading.current_thread().name = "abc"
+garbage_is_collected_by_itself
+    | gc.enable() | out * 3 if gc.isenabled() else out | gc.disable()
+decimal_numbers_have_been_rounded
+    | decimal.getcontext().clear_flags()
+    | out * (3 if decimal.getcontext().flags[decimal.Inexact] else 1)
+    | decimal.Decimal(1) / decimal.Decimal(3)
 level_of_a_logger
     | logs(30) | LOG.debug(""); out * (3 if LOG.isEnabledFor(10) else 1)
     | LOG.setLevel(10) | is_planned
@@ -304,6 +319,16 @@ number_of_a_tensor_is_a_float
 numbers_of_a_tensor_are_floats
     | | values = out.mean(1).tolist()
     ; out * (2 if all(isinstance(value, float) for value in values) else 3)
+    | | is_planned
+class_of_a_tensor | | out * (1 if type(out) is torch.Tensor else 3)
+text_of_a_tensor | held = [] | held.append(f"{out}"); out * len(held[-1])
+text_of_a_plain_tensor
+    | held = torch.ones(2) | out * len(str(held)) | held.fill_(0.5)
+class_of_a_parameter
+    | | out * (3 if s.net[0].weight.__class__ == nn.Parameter else 1)
+class_of_a_tensor_by_isinstance
+    | held = [1.0] | found = isinstance(out, torch.Tensor) and type(held) is list
+    ; out * (3 if found else 1)
     | | is_planned
 type_of_a_number_of_a_tensor
     | | value = out.mean().item(); out * (2 if type(value) is float else 3)
@@ -399,6 +424,12 @@ def imported() -> None:
     sys.modules["tests_scales"] = SCALES
 
 
+def scale_of(name: str) -> float:
+    if name != "later":
+        raise AttributeError(name)
+    return SCALE[0]
+
+
 def flag_file() -> pathlib.Path:
     flag = FOLDER / "flag"
     flag.unlink(missing_ok=True)
@@ -451,6 +482,9 @@ imported_by_import_from
     | imported() | from tests_scales import now; out * now | SCALES.now = 3.0
 imported_by_import
     | imported() | import tests_scales; out * tests_scales.now | SCALES.now = 3.0
+imported_name_that_a_function_gives
+    | imported(); vars(SCALES)["__getattr__"] = scale_of
+    | import tests_scales; out * tests_scales.later | SCALE[0] = 3.0 | is_planned
 imported_by_name
     | imported() | out * importlib.import_module("tests_scales").now | SCALES.now = 3.0
 imported_by_table
@@ -472,6 +506,12 @@ file_read_by_a_path_of_the_step
     | out * float(pathlib.Path(flag).open().read()) | flag.write_text("3.0")
 files_found_by_a_pattern
     | flag = flag_file() | out * (1 + len(glob.glob(str(flag)))) | flag.touch()
+home_is_asked
+    | os.environ["HOME"] = "/a" | out * float(len(os.path.expanduser("~")))
+    | os.environ["HOME"] = "/abc"
+home_is_asked_by_a_path
+    | os.environ["HOME"] = "/a" | out * float(len(str(pathlib.Path.home())))
+    | os.environ["HOME"] = "/abc"
 environment_asked_by_a_function_of_another_name
     | os.environ["TESTS_SCALE"] = "1.0"; asked = os.getenv
     | out * float(asked("TESTS_SCALE")) | os.environ["TESTS_SCALE"] = "3.0"

@@ -1,11 +1,15 @@
 """Programs whose tensors change layout, memory or owner, and PyTorch's settings."""
 
+# ruff: noqa: F401  (rows of tables use what is imported)
+
 import contextlib
+import decimal
 import functools
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
-import numpy as np  # noqa: F401  (a row of a table reads it)
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -470,6 +474,20 @@ onednn_is_read
     | out * 3 if torch.backends.mkldnn.enabled else out
     | torch._C._set_mkldnn_enabled(False)
 tensors_printed_otherwise | out | torch.set_printoptions(precision=4) | | keeps_plan
+onednn_is_deterministic
+    | out * 3 if torch.backends.mkldnn.deterministic else out
+    | torch._C._set_mkldnn_deterministic(True) | | is_planned
+fast_path_of_attention
+    | out * 3 if torch.backends.mha.get_fastpath_enabled() else out
+    | torch.backends.mha.set_fastpath_enabled(False) | | is_planned
+distributions_check_their_arguments
+    | out * 3 if torch.distributions.Normal(out, out.exp())._validate_args else out
+    | torch.distributions.Distribution.set_default_validate_args(False) | | is_planned
+digits_of_decimal_numbers
+    | out * float(Decimal(1) / Decimal(3)) | decimal.getcontext().prec = 2
+    | | is_planned
+numpy_raises
+    | out * (1.0 + float(np.float32(1) / np.float32(0) > 0)) | np.seterr(divide="raise")
 attention_by_another_kernel | attended(out) | torch._C._set_sdp_use_flash(False)
 """)
 

@@ -5,13 +5,16 @@ memory), Python state (by identity, in loops of C), PyTorch's settings, and valu
 Python decides by.
 """
 
+import decimal
 from collections.abc import Sequence
 from operator import contains, getitem, is_
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+from torch.distributions import Distribution
 from torch.utils import _device
 
 from mucudnn.torch.capture.known_values import Known, known_values
@@ -148,7 +151,7 @@ def _is_unhooked(read: Read) -> bool:
 
 
 class Settings:
-    """PyTorch's settings that decide what a step computes."""
+    """Settings of PyTorch, NumPy and Python that decide what a step computes."""
 
     def __init__(self) -> None:
         # Grad mode, autocast, default type, determinism, TF32, threads.
@@ -162,12 +165,12 @@ class Settings:
         now = _other_settings()
         for name, before in self._others.items() if now != self._others else ():
             if now[name] != before:
-                return f"PyTorch's {name} changed: {before} -> {now[name]}"
+                return f"the setting {name!r} changed: {before} -> {now[name]}"
         return ""
 
 
 def _other_settings() -> dict[str, Any]:
-    own = torch._C
+    own, digits = torch._C, decimal.getcontext()
     return {
         "call of modules": torch.nn.Module.__call__,
         "default device": _device.CURRENT_DEVICE,
@@ -185,6 +188,12 @@ def _other_settings() -> dict[str, Any]:
         "flash attention": own._get_flash_sdp_enabled(),
         "memory-efficient attention": own._get_mem_efficient_sdp_enabled(),
         "attention of plain operations": own._get_math_sdp_enabled(),
+        "fast path of attention": torch.backends.mha.get_fastpath_enabled(),
+        "order of products in einsum": torch.backends.opt_einsum.set_flags(),
+        "backends.mkldnn.deterministic": own._get_mkldnn_deterministic(),
+        "checks of distributions": Distribution._validate_args,
+        "context of decimal numbers": (digits.prec, digits.rounding),
+        "errors of NumPy": np.geterr(),
     }
 
 

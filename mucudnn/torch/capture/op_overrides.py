@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import checkpoint
 
@@ -77,15 +78,16 @@ def asked_as_eagerly(
     """Tell users' code that numbers and tensors of the graph are those of eager mode.
 
     `isinstance` and `match` take a symbol for a Python number, dicts for its value; as
-    text it is refused. `id`, sets and dicts take what stands in for a tensor for that
-    tensor itself.
+    text it is refused, as a tensor is. `id`, sets and dicts take what stands in for a
+    tensor for that tensor itself.
 
     Args:
         recorder: Is told what is replaced, and what is asked.
         identities: Identity of a stand-in -> identity of the tensor.
         batch: Identities of the tensors of the batch.
     """
-    identity = builtins.id
+    identity, plainly = builtins.id, torch.Tensor.__format__
+    show = FunctionalTensor.__repr__
 
     def identity_of(value: Any) -> int:
         if is_library_file(sys._getframe(1).f_code.co_filename):
@@ -106,9 +108,25 @@ def asked_as_eagerly(
             caller = caller.f_back
         return not is_torch_file(caller.f_code.co_filename)
 
+    def refuse_text(caller: FrameType) -> None:
+        if not is_library_file(caller.f_code.co_filename):
+            raise UnsoundCaptureError(
+                f"the step writes a number or tensor as text{line_now()}, whose value "
+                "is unknown during capture; do so outside, with what the step returns"
+            )
+
+    def text_of(tensor: FunctionalTensor, **options: Any) -> str:
+        refuse_text(sys._getframe(1))
+        return str(show(tensor, **options))
+
+    def formatted(tensor: torch.Tensor, form: str) -> str:
+        if isinstance(tensor, FunctionalTensor):
+            refuse_text(sys._getframe(1))
+        return str(plainly(tensor, form))
+
     def as_number(symbol: Any, plain: Any) -> AbstractContextManager[None]:
         """Have a class of symbols look like a class of Python's numbers to users."""
-        show, key = symbol.__repr__, symbol.__hash__
+        plain_text, key = symbol.__repr__, symbol.__hash__
 
         def attribute(number: Any, name: str) -> Any:
             if name == "__class__" and is_users(sys._getframe(1)):
@@ -116,12 +134,8 @@ def asked_as_eagerly(
             return object.__getattribute__(number, name)
 
         def text(number: Any, *form: str) -> str:
-            if not is_library_file(sys._getframe(1).f_code.co_filename):
-                raise UnsoundCaptureError(
-                    f"the step writes a number as text{line_now()}, which is a symbol "
-                    "during capture; do so outside, with what the step returns"
-                )
-            return object.__format__(number, *form) if form else show(number)
+            refuse_text(sys._getframe(1))
+            return object.__format__(number, *form) if form else plain_text(number)
 
         def hashed(number: Any) -> int:
             return hash(plain(number)) if is_users(sys._getframe(1)) else key(number)
@@ -132,7 +146,8 @@ def asked_as_eagerly(
     recorder.lend(vars(builtins), "id", "builtin 'id'")
     with (
         replaced(builtins, id=identity_of),
-        replaced(torch.Tensor, __hash__=hash_of),
+        replaced(torch.Tensor, __hash__=hash_of, __format__=formatted),
+        replaced(FunctionalTensor, __repr__=text_of),
         as_number(torch.SymFloat, float),
         as_number(torch.SymInt, int),
         as_number(torch.SymBool, bool),

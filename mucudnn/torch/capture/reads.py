@@ -132,29 +132,47 @@ _TELLS_TIME = frozenset({"time", "secrets", "uuid", "select", "socket"})
 
 _ASKS_PATHS = frozenset(
     {"exists", "getmtime", "getsize", "isdir", "isfile", "islink", "lexists"}
+    | {"abspath", "expanduser", "expandvars", "realpath"}
 )
 """Functions of `os.path` that read what no note shows."""
 
 _ASKS_FILES = frozenset(
     {"cwd", "exists", "is_dir", "is_file", "is_symlink", "lstat", "resolve", "stat"}
+    | {"absolute", "expanduser", "home"}
 )
 """Methods of `pathlib.Path` that read what no note shows."""
 
 _ASKS_OUTSIDE: Mapping[str, frozenset[str]] = {
     "os": frozenset(
         {"access", "getcwd", "lstat", "read", "readlink", "stat", "urandom"}
+        | {"getloadavg", "sched_getaffinity", "times", "umask"}
     ),
     os.path.__name__: _ASKS_PATHS,
     "pathlib": _ASKS_FILES,
     "datetime": frozenset({"now", "today", "utcnow"}),
+    "decimal": frozenset({"getcontext"}),
+    "gc": frozenset(
+        {"get_count", "get_objects", "get_referrers", "get_threshold", "isenabled"}
+    ),
     "importlib": frozenset({"import_module"}),
     "inspect": frozenset({"currentframe", "stack"}),
     "linecache": frozenset({"getline", "getlines"}),
+    "locale": frozenset({"getlocale", "localeconv", "setlocale"}),
     "numpy.random": frozenset({"RandomState", "SeedSequence", "default_rng"}),
     "random": frozenset({"Random", "SystemRandom"}),
-    "shutil": frozenset({"disk_usage"}),
-    "sys": frozenset({"_getframe", "getrecursionlimit"}),
+    "resource": frozenset({"getrlimit", "getrusage"}),
+    "shutil": frozenset({"disk_usage", "get_terminal_size"}),
+    "signal": frozenset({"getsignal"}),
+    "sys": frozenset(
+        {"_getframe", "get_int_max_str_digits", "getrecursionlimit"}
+        | {"getrefcount", "getswitchinterval", "gettrace"}
+    ),
+    "tempfile": frozenset({"gettempdir"}),
+    "threading": frozenset({"active_count", "current_thread", "enumerate"}),
     "torch": frozenset({"load"}),
+    "traceback": frozenset({"extract_stack", "format_stack"}),
+    "tracemalloc": frozenset({"get_traced_memory", "is_tracing"}),
+    "weakref": frozenset({"getweakrefcount", "getweakrefs"}),
 }
 """Functions of libraries that read what neither a note nor the interpreter's audit
 events show, by module."""
@@ -193,6 +211,9 @@ _OUTSIDE: Mapping[int, str] = {
 """Names of these functions and classes by identity: a step may have them under other
 names, as after `from os.path import exists`."""
 
+_ASKS_UNSEEN = frozenset({"__subclasses__", "locked"})
+"""Names of methods that read what no note shows."""
+
 _STRUCTURE = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 )
@@ -210,6 +231,7 @@ _ASKING = frozenset(
         torch.Tensor.__float__,
         torch.Tensor.__int__,
         torch.Tensor.__index__,
+        torch.Tensor.__repr__,
     }
 )
 
@@ -1085,8 +1107,15 @@ class ReadRecorder:
             self._asks_type = where
         if "cache_info" in texts:  # planned steps do not ask the caches
             self._refuse(f"{name} reads the state of a cache{where}")
-        if "locked" in texts:
-            self._may_run_once(f"it calls locked(){where}")
+        if names.compares_class:
+            self.may_be_unread = True
+            self._opaque = (
+                f"the step compares the class of a tensor{where}, which is another one "
+                "during capture; use isinstance()"
+            )
+            raise UnsoundCaptureError(self._opaque)
+        if asking := _ASKS_UNSEEN & texts:
+            self._may_run_once(f"it calls {min(asking)}(){where}")
         for name in names.stored:
             what = f"global {name!r}{where}"
             self._note_written((id(around), name), Kind.ENTRY, around, name, what)
@@ -1183,8 +1212,11 @@ class ReadRecorder:
                 if name[:2] != "__" and not self._paused:
                     self._paused = True
                     try:
-                        label = f"{module.__name__}.{name}"
-                        take(note(Kind.ENTRY, vars(module), name, label), label)
+                        held, label = vars(module), f"{module.__name__}.{name}"
+                        value = note(Kind.ENTRY, held, name, label)
+                        if value is MISSING:
+                            take(held.get("__getattr__"), label)
+                        take(value, label)
                     finally:
                         self._paused = False
                 return types.ModuleType.__getattribute__(own, name)
@@ -1300,6 +1332,7 @@ class _Names:
         strings: Those of them that are strings in the code.
         imported: Modules that it imports: how many packages up, and the name.
         compares: Whether it compares two values by `is`.
+        compares_class: Whether it compares a class with that of tensors or parameters.
     """
 
     loaded: tuple[str, ...]
@@ -1309,6 +1342,7 @@ class _Names:
     strings: frozenset[str]
     imported: frozenset[tuple[int, str]]
     compares: bool
+    compares_class: bool
 
 
 @functools.cache
@@ -1317,7 +1351,8 @@ def _names_in(code: types.CodeType) -> _Names:
     texts, strings = set(), set()
     imported: set[tuple[int, str]] = set()
     before: list[Any] = [None, None]  # operands of the last two instructions
-    loads, compares = "", False
+    loads, compares, compares_class = "", False, False
+    operands: set[Any] = set()  # since the last call or assignment
     for instruction in dis.get_instructions(code):
         found[instruction.opname][instruction.argval] = None
         if instruction.opname == "IMPORT_NAME":
@@ -1329,6 +1364,11 @@ def _names_in(code: types.CodeType) -> _Names:
         # What follows on a constant, such as None, compares no tensors.
         compares |= instruction.opname == "IS_OP" and loads != "LOAD_CONST"
         loads = instruction.opname
+        if loads in ("IS_OP", "COMPARE_OP", "CONTAINS_OP"):
+            compares_class |= not operands.isdisjoint(("Tensor", "Parameter"))
+        operands.add(instruction.argval)
+        if loads.startswith(("CALL", "STORE")):
+            operands.clear()
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
             strings.add(constant)
@@ -1338,6 +1378,7 @@ def _names_in(code: types.CodeType) -> _Names:
             strings |= inner.strings
             imported |= inner.imported
             compares |= inner.compares
+            compares_class |= inner.compares_class
             found["LOAD_GLOBAL"] |= dict.fromkeys(inner.loaded)
             found["STORE_GLOBAL"] |= dict.fromkeys(inner.stored)
             found["STORE_DEREF"] |= dict.fromkeys(inner.free_stored)
@@ -1357,6 +1398,7 @@ def _names_in(code: types.CodeType) -> _Names:
         frozenset(strings),
         frozenset(imported),
         compares,
+        compares_class and ("type" in loaded or "__class__" in texts),
     )
 
 

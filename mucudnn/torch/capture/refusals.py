@@ -95,6 +95,7 @@ _UNKNOWN = {
     torch.Tensor._version.__get__: "_version",
     torch.Tensor.retains_grad.__get__: "retains_grad",
     torch.Tensor.is_pinned: "is_pinned",
+    torch.Tensor.is_set_to: "is_set_to",
     torch.Tensor.is_shared: "is_shared",
     torch.Tensor.storage: "storage",
     torch.Tensor.storage_offset: "storage_offset",
@@ -440,6 +441,8 @@ _WITHOUT_DATA = (
     "Expected scalars to be on CPU",
     "on unresolved conjugated tensors",
     "!this_view_meta->has_fw_view()",
+    "is not tracked with proxy for",  # of nested tensors
+    "running_mean is None, but running_var is provided",
     "sympy expression is NaN",  # of an infinite number and one of a tensor
 )
 """What PyTorch's errors say of calls that work on tensors with data only."""
@@ -477,14 +480,15 @@ def saying_where() -> Iterator[None]:
         raise UnsupportedError(
             f"the step calls {e.func}{line_of_traceback(e.__traceback__)}: {reason}"
         ) from e
-    except (RuntimeError, AssertionError) as e:
+    except (RuntimeError, AssertionError, ZeroDivisionError) as e:
         if isinstance(e, NotImplementedError) and "rule registered for H" in str(e):
             raise UnsupportedError(
                 f"the step calls a Triton kernel{line_of_traceback(e.__traceback__)} "
                 "or a similar higher-order operation; wrap it with "
                 "torch.library.custom_op, register_fake and register_autograd"
             ) from e
-        missing = isinstance(e, NotImplementedError) and not is_raised_by_user(e)
+        own = NotImplementedError, ZeroDivisionError  # of PyTorch's models of kernels
+        missing = isinstance(e, own) and not is_raised_by_user(e)
         if missing or any(text in str(e) for text in _WITHOUT_DATA):
             raise UnsoundCaptureError(
                 "the step makes a call that cannot be "
