@@ -1,5 +1,8 @@
 """Training loops as users have them, by planned steps and by hand: the same numbers."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -106,3 +109,18 @@ def test_modules_that_were_compiled_in_place_are_captured_as_written():
             step(x, y)
     assert models[0][0]._compiled_call_impl is compiled
     assert all(map(torch.equal, *(m.parameters() for m in models)))
+
+
+def test_a_thread_has_values_of_its_own():
+    local = threading.local()
+    local.rate = 1.0
+    model, batch = nn.Linear(4, 4), (torch.randn(4, 4), torch.randn(4, 4))
+
+    def loss_fn(out, y):
+        return functional.mse_loss(out, y) * getattr(local, "rate", 2.0)
+
+    step = mt.train_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.0))
+    once = step(*batch)
+    with ThreadPoolExecutor(1) as threads:
+        assert torch.equal(threads.submit(step, *batch).result(), once * 2)
+    assert torch.equal(step(*batch), once)

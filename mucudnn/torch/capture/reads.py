@@ -903,6 +903,10 @@ class ReadRecorder:
             self.take_logger(value)
         elif isinstance(value, _NAMESPACES):
             self._contents(vars(value), label)
+            if isinstance(value, threading.local):  # with a dict for every thread
+                what = f"the thread's own {label}"
+                read = Read(Kind.ASKED, value, vars, vars(value), what, is_exact=True)
+                self._reads[Kind.ASKED, id(value)] = read
         elif isinstance(value, random.SystemRandom):
             self._may_run_once(f"it draws from {label}")
         elif isinstance(value, _RANDOM):
