@@ -150,6 +150,14 @@ def jagged(s, x):
     return s.m[0](parts).values().sum()
 
 
+class Marked(torch.Tensor):
+    pass
+
+
+def marked(s, x):
+    return (s.m[0](x) * HELD.as_subclass(Marked)).sum()  # LINE
+
+
 def numbers_in_a_tensor(s, x):
     y = s.m[0](x)
     return torch._foreach_addcmul([y], [y], [y], HELD[:1])[0].sum()  # LINE
@@ -170,6 +178,7 @@ AT_LINES = {
     statistics_in_part: r"cannot be captured.*running_mean.*outside the step",
     mean_of_nothing: r"cannot be captured.*division by zero.*outside the step",
     jagged: r"cannot be captured.*not tracked.*outside the step",
+    marked: r"cannot be captured.*a tensor subclass",
     infinite: r"cannot be captured.*NaN.*outside the step",
     numbers_in_a_tensor: r"cannot be captured.*scalars to be on CPU.*outside the step",
     written_by_a_conjugate: r"cannot be captured.*conjugated.*outside the step",

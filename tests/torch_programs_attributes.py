@@ -127,8 +127,18 @@ counter_updated | a=Counter("ab") | out * s.a.total() | m.a.update("abc")
 chain_map | a=ChainMap({}, {"w": 1.0}) | out * s.a["w"] | m.a.maps[1]["w"] = 3.0
 deque_rotated | a=deque([1.0, 3.0]) | out * s.a[0] | m.a.rotate()
 list_that_holds_itself | a=endless_list() | out * s.a[1][1][0] | m.a[0] = 3.0
+numpy_array_of_another_shape
+    | a=np.ones(4, "f") | out * torch.from_numpy(s.a).mean(0).sum()
+    | m.a = np.ones((2, 2), "f") | is_planned
+numpy_array_in_another_order
+    | a=np.ones((2, 2)) | out * (1.0 + s.a.flags.c_contiguous)
+    | m.a = np.asfortranarray(m.a) | is_planned
 numpy_array_in_place | a=np.ones(3) | out * float(s.a[0]) | m.a[0] = 3.0
 tensor_asked_in_place | a=torch.ones(2) | out * s.a[0].item() | m.a.fill_(3.0)
+tensor_gets_an_attribute
+    | a=torch.ones(4) | out * getattr(s.a, "gain", 1.0) | m.a.gain = 3.0 | is_planned
+tensor_asked_for_a_complex_number
+    | a=torch.ones(()) | out * complex(s.a).real | m.a.fill_(3.0) | is_planned
 tensor_in_a_list_replaced
     | a=[torch.tensor(1.0)] | out * s.a[0] | m.a[0] = torch.tensor(3.0)
 tensor_in_a_list_in_place | a=[torch.tensor(1.0)] | out * s.a[0] | m.a[0].fill_(3.0)

@@ -37,7 +37,7 @@ class Kind(enum.Enum):
     SLOT = "an attribute that is in no dict"
     CELL = "a free variable of a function"
     CONTENTS = "everything in a container"
-    ARRAY = "the bytes of a NumPy array"
+    ARRAY = "the layout and the bytes of a NumPy array"
     TYPE = "the class of an object"
     GENERATOR = "the state of a generator of random numbers"
     CONTEXT = "the value of a context variable"
@@ -105,7 +105,8 @@ class Read:
             case Kind.CONTENTS:
                 _refill(holder, value)
             case Kind.ARRAY:
-                holder[...] = np.frombuffer(value, holder.dtype).reshape(holder.shape)
+                *_, data = value
+                holder[...] = np.frombuffer(data, holder.dtype).reshape(holder.shape)
             case Kind.TYPE:
                 holder.__class__ = value
             case Kind.GENERATOR:
@@ -165,6 +166,10 @@ def _refill(container: Any, contents: Sequence[Any]) -> None:
         container.extend(contents)
 
 
+def _layout_of(array: Any) -> tuple[Any, ...]:
+    return array.dtype, array.shape, array.strides
+
+
 def _content(cell: types.CellType, _: Any = None) -> Any:
     try:
         return cell.cell_contents
@@ -220,7 +225,7 @@ _NOW: Mapping[Kind, Callable[[Any, Any], Any]] = {
     Kind.SLOT: lambda holder, key: getattr(holder, key, MISSING),
     Kind.CELL: _content,
     Kind.CONTENTS: contents_of,
-    Kind.ARRAY: lambda holder, _: holder.tobytes(),
+    Kind.ARRAY: lambda holder, _: (*_layout_of(holder), holder.tobytes()),
     Kind.TYPE: lambda holder, _: type(holder),
     Kind.GENERATOR: _random_state,
     Kind.CONTEXT: lambda holder, _: holder.get(MISSING),
@@ -241,7 +246,8 @@ def is_alike(one: Any, other: Any) -> bool:
     if isinstance(one, _COMPARED):
         return bool(one == other)
     if isinstance(one, np.generic | np.ndarray):
-        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
+        same = _layout_of(one) == _layout_of(other)
+        return bool(same and one.tobytes() == other.tobytes())
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(is_alike, one, other))
     if isinstance(one, dict):

@@ -228,6 +228,7 @@ _ASKING = frozenset(
     {
         torch.Tensor.item,
         torch.Tensor.__bool__,
+        torch.Tensor.__complex__,
         torch.Tensor.__float__,
         torch.Tensor.__int__,
         torch.Tensor.__index__,
@@ -835,6 +836,7 @@ class ReadRecorder:
                 self._held = self._held or label
             elif not _is_traced(value):
                 self._constants[id(value)] = value
+                self._contents(value.__dict__, f"an attribute of {label}")
             return
         if id(value) in self._seen:
             return

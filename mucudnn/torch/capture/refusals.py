@@ -480,7 +480,7 @@ def saying_where() -> Iterator[None]:
         raise UnsupportedError(
             f"the step calls {e.func}{line_of_traceback(e.__traceback__)}: {reason}"
         ) from e
-    except (RuntimeError, AssertionError, ZeroDivisionError) as e:
+    except (RuntimeError, AssertionError, TypeError, ZeroDivisionError) as e:
         if isinstance(e, NotImplementedError) and "rule registered for H" in str(e):
             raise UnsupportedError(
                 f"the step calls a Triton kernel{line_of_traceback(e.__traceback__)} "
