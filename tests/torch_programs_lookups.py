@@ -326,6 +326,12 @@ text_of_a_plain_tensor
     | held = torch.ones(2) | out * len(str(held)) | held.fill_(0.5)
 class_of_a_parameter
     | | out * (3 if s.net[0].weight.__class__ == nn.Parameter else 1)
+class_of_all_parameters
+    | | out * (3 if all(type(p) is nn.Parameter for p in s.parameters()) else 1)
+class_of_tensors_that_are_not_there
+    | held = []
+    | out * (3 if held and all(type(t) is torch.Tensor for t in held) else 1)
+    | | is_planned
 class_of_a_tensor_by_isinstance
     | held = [1.0] | found = isinstance(out, torch.Tensor) and type(held) is list
     ; out * (3 if found else 1)

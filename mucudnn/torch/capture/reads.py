@@ -989,6 +989,14 @@ class ReadRecorder:
         self.may_be_unread = True
         self._reasons.append(reason)
 
+    def _refuse_comparison(self, code: types.CodeType) -> None:
+        self.may_be_unread = True
+        self._opaque = (
+            f"the step compares the class of a tensor{line_of_function(code)}, which "
+            "is another one during capture; use isinstance()"
+        )
+        raise UnsoundCaptureError(self._opaque)
+
     def _refuse(self, what: str) -> None:
         self.may_be_unread = True
         self._opaque = (
@@ -1059,6 +1067,9 @@ class ReadRecorder:
             return
         self._ran.add(id(code))
         self._alive.append(code)  # so that no other code gets its identity
+        is_own = id(code) in self._within and not is_library_file(code.co_filename)
+        if is_own and code in _names_in(code).comparing_classes:
+            self._refuse_comparison(code)
         functions = self._waiting.pop(id(code), [])
         unknown = not functions and id(code) not in self._within
         if unknown and not _is_of_library(frame):
@@ -1113,13 +1124,9 @@ class ReadRecorder:
             self._asks_type = where
         if "cache_info" in texts:  # planned steps do not ask the caches
             self._refuse(f"{name} reads the state of a cache{where}")
-        if names.compares_class:
-            self.may_be_unread = True
-            self._opaque = (
-                f"the step compares the class of a tensor{where}, which is another one "
-                "during capture; use isinstance()"
-            )
-            raise UnsoundCaptureError(self._opaque)
+        comparing = names.comparing_classes
+        if code in comparing or (self._all_run and comparing):
+            self._refuse_comparison(code)
         if asking := _ASKS_UNSEEN & texts:
             self._may_run_once(f"it calls {min(asking)}(){where}")
         for name in names.stored:
@@ -1338,7 +1345,7 @@ class _Names:
         strings: Those of them that are strings in the code.
         imported: Modules that it imports: how many packages up, and the name.
         compares: Whether it compares two values by `is`.
-        compares_class: Whether it compares a class with that of tensors or parameters.
+        comparing_classes: Which of these compare a class with that of tensors.
     """
 
     loaded: tuple[str, ...]
@@ -1348,7 +1355,7 @@ class _Names:
     strings: frozenset[str]
     imported: frozenset[tuple[int, str]]
     compares: bool
-    compares_class: bool
+    comparing_classes: frozenset[types.CodeType]
 
 
 @functools.cache
@@ -1358,6 +1365,7 @@ def _names_in(code: types.CodeType) -> _Names:
     imported: set[tuple[int, str]] = set()
     before: list[Any] = [None, None]  # operands of the last two instructions
     loads, compares, compares_class = "", False, False
+    comparing: set[types.CodeType] = set()
     operands: set[Any] = set()  # since the last call or assignment
     for instruction in dis.get_instructions(code):
         found[instruction.opname][instruction.argval] = None
@@ -1384,7 +1392,7 @@ def _names_in(code: types.CodeType) -> _Names:
             strings |= inner.strings
             imported |= inner.imported
             compares |= inner.compares
-            compares_class |= inner.compares_class
+            comparing |= inner.comparing_classes
             found["LOAD_GLOBAL"] |= dict.fromkeys(inner.loaded)
             found["STORE_GLOBAL"] |= dict.fromkeys(inner.stored)
             found["STORE_DEREF"] |= dict.fromkeys(inner.free_stored)
@@ -1392,6 +1400,8 @@ def _names_in(code: types.CodeType) -> _Names:
             free = [n for n in constant.co_freevars if n not in inner.free_stored]
             found["LOAD_DEREF"] |= dict.fromkeys(free)
     loaded = found["LOAD_GLOBAL"] | found["LOAD_NAME"]
+    if compares_class and ("type" in loaded or "__class__" in texts):
+        comparing.add(code)
     return _Names(
         tuple(loaded),
         tuple(name for name in found["STORE_GLOBAL"] if name not in loaded),
@@ -1404,7 +1414,7 @@ def _names_in(code: types.CodeType) -> _Names:
         frozenset(strings),
         frozenset(imported),
         compares,
-        compares_class and ("type" in loaded or "__class__" in texts),
+        frozenset(comparing),
     )
 
 
