@@ -189,7 +189,6 @@ def _other_settings() -> dict[str, Any]:
         "memory-efficient attention": own._get_mem_efficient_sdp_enabled(),
         "attention of plain operations": own._get_math_sdp_enabled(),
         "fast path of attention": torch.backends.mha.get_fastpath_enabled(),
-        "order of products in einsum": torch.backends.opt_einsum.set_flags(),
         "backends.mkldnn.deterministic": own._get_mkldnn_deterministic(),
         "checks of distributions": Distribution._validate_args,
         "context of decimal numbers": (digits.prec, digits.rounding),

@@ -115,9 +115,9 @@ def asked_as_eagerly(
                 "is unknown during capture; do so outside, with what the step returns"
             )
 
-    def text_of(tensor: FunctionalTensor, **options: Any) -> str:
+    def text_of(tensor: FunctionalTensor) -> str:
         refuse_text(sys._getframe(1))
-        return str(show(tensor, **options))
+        return str(show(tensor))
 
     def formatted(tensor: torch.Tensor, form: str) -> str:
         if isinstance(tensor, FunctionalTensor):

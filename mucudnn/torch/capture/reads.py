@@ -168,7 +168,7 @@ _ASKS_OUTSIDE: Mapping[str, frozenset[str]] = {
         | {"getrefcount", "getswitchinterval", "gettrace"}
     ),
     "tempfile": frozenset({"gettempdir"}),
-    "threading": frozenset({"active_count", "current_thread", "enumerate"}),
+    "threading": frozenset({"active_count", "current_thread", "get_ident"}),
     "torch": frozenset({"load"}),
     "traceback": frozenset({"extract_stack", "format_stack"}),
     "tracemalloc": frozenset({"get_traced_memory", "is_tracing"}),
