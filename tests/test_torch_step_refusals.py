@@ -150,6 +150,22 @@ def jagged(s, x):
     return s.m[0](parts).values().sum()
 
 
+@torch.library.custom_op("mucudnn_tests::tripled", mutates_args={"x"})
+def tripled(x: torch.Tensor) -> None:
+    x.mul_(3)
+
+
+def written_by_an_operation(s, x):
+    y = s.m[0](x).detach()
+    tripled(y)  # LINE
+    return (s.m[0](x) * y).sum()
+
+
+def linearized(s, x):
+    y, times = torch.func.linearize(torch.tanh, s.m[0](x))  # LINE
+    return (y * times(x)).sum()
+
+
 class Marked(torch.Tensor):
     pass
 
@@ -179,6 +195,8 @@ AT_LINES = {
     mean_of_nothing: r"cannot be captured.*division by zero.*outside the step",
     jagged: r"cannot be captured.*not tracked.*outside the step",
     marked: r"cannot be captured.*a tensor subclass",
+    linearized: r"calls linearize\(\).*torch.func.jvp",
+    written_by_an_operation: r"modifies its operands.*return new tensors",
     infinite: r"cannot be captured.*NaN.*outside the step",
     numbers_in_a_tensor: r"cannot be captured.*scalars to be on CPU.*outside the step",
     written_by_a_conjugate: r"cannot be captured.*conjugated.*outside the step",

@@ -281,6 +281,8 @@ lock | held = threading.Lock() | out * (3 if held.locked() else 1) | held.acquir
 state_of_a_partial_function
     | held = functools.partial(max, 1.0) | out * held(0.5)
     | held.__setstate__((max, (4.0,), {}, None))
+pytorchs_generator_by_name
+    | | out + torch.rand(4, generator=torch.default_generator) | | is_planned
 seed_of_a_generator
     | held = torch.Generator().manual_seed(1) | out * held.initial_seed()
     | held.manual_seed(3)

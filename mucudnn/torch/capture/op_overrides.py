@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
+from torch._functorch import eager_transforms
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import checkpoint
@@ -182,6 +183,18 @@ def seeding_refused() -> AbstractContextManager[None]:
     """
     generator = _Stateless(torch.random.default_generator)
     return replaced(torch.random, default_generator=generator)
+
+
+def linearizing_refused() -> AbstractContextManager[None]:
+    """Refuse a step that calls `torch.func.linearize`, whose trace sees no values."""
+
+    def refuse(*_: Any) -> Callable[..., Any]:
+        raise UnsoundCaptureError(
+            f"the step calls linearize(){line_now()}, which traces a function itself; "
+            "call torch.func.jvp"
+        )
+
+    return replaced(eager_transforms, lazy_dynamo_disallow=refuse)
 
 
 def plain_checkpoints(

@@ -362,6 +362,8 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
         kwargs = kwargs or {}
         if self._recorder.is_computing:
             return func(*args, **kwargs)
+        if kwargs.get("generator") is torch.default_generator:
+            kwargs = {**kwargs, "generator": None}
         if any(id(v) in self.stand_ins for v in leaves_of(args, kwargs)):
             found = self.stand_ins
             args, kwargs = pytree.tree_map_only(
@@ -484,8 +486,8 @@ def saying_where() -> Iterator[None]:
         if isinstance(e, NotImplementedError) and "rule registered for H" in str(e):
             raise UnsupportedError(
                 f"the step calls a Triton kernel{line_of_traceback(e.__traceback__)} "
-                "or a similar higher-order operation; wrap it with "
-                "torch.library.custom_op, register_fake and register_autograd"
+                "or an operation that modifies its operands (mutates_args); return new "
+                "tensors, by torch.library.custom_op, register_fake, register_autograd"
             ) from e
         own = NotImplementedError, ZeroDivisionError  # of PyTorch's models of kernels
         missing = isinstance(e, own) and not is_raised_by_user(e)

@@ -39,6 +39,7 @@ from mucudnn.torch.capture.many_tensor_updates import updates_many
 from mucudnn.torch.capture.op_overrides import (
     CountedAverages,
     asked_as_eagerly,
+    linearizing_refused,
     output_noted,
     plain_checkpoints,
     seeding_refused,
@@ -233,6 +234,7 @@ def _trace(
             plain_checkpoints(tracer.noting_changes),
             _pytorch_patched(tracer),
             seeding_refused(),
+            linearizing_refused(),
             without_collectives(root),
             mode,
             torch.enable_grad(),
