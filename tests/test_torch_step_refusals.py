@@ -161,6 +161,22 @@ def written_by_an_operation(s, x):
     return (s.m[0](x) * y).sum()
 
 
+class CosineByNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * torch.from_numpy(np.cos(x.numpy()))  # LINE
+
+
+def gradient_by_numpy(s, x):
+    return CosineByNumpy.apply(s.m[0](x)).sum()
+
+
 def linearized(s, x):
     y, times = torch.func.linearize(torch.tanh, s.m[0](x))  # LINE
     return (y * times(x)).sum()
@@ -197,6 +213,7 @@ AT_LINES = {
     marked: r"cannot be captured.*a tensor subclass",
     linearized: r"calls linearize\(\).*torch.func.jvp",
     written_by_an_operation: r"modifies its operands.*return new tensors",
+    gradient_by_numpy: r"cannot be captured.*numpy.*outside the step",
     infinite: r"cannot be captured.*NaN.*outside the step",
     numbers_in_a_tensor: r"cannot be captured.*scalars to be on CPU.*outside the step",
     written_by_a_conjugate: r"cannot be captured.*conjugated.*outside the step",
