@@ -260,6 +260,27 @@ def test_exhaustive_search_does_not_beat_it(kind, order):
         assert bound <= min(found) * NEARLY
 
 
+def test_parameters_of_few_elements_leave_without_copying_those_of_many():
+    """A bias of three elements takes 512 bytes, of which a copy transfers 12."""
+    g = GraphBuilder()
+    y = g.flatten(g.relu(g.conv(g.input("x", (2, 4, 4, 4)), 4, 3, padding=1)))
+    graph = training_graph(
+        g.build(g.softmax_cross_entropy(g.linear(y, 3), g.input("l", (2,), "int64")))
+    )
+    profile = replace(estimate(graph, "null"), in_bytes_per_ms=256.0)
+    offloaded = {"linear/bias": Residency.OFFLOAD}
+    request = StepRequest(graph, profile, scheduler="timed")
+    request = request.within(request.rewritten(offloaded).least_peak())
+    assert below(request, plan_residency(request, offloaded))
+
+
+def test_a_part_of_an_input_recomputes_one_part_of_a_result_only():
+    """The slowdown was 1.081 at least when it recomputed one part after another."""
+    request = request_of("densenet40", 256, 0.15)
+    free = plan_step(request.within(math.inf))
+    assert lower_bound(request).step_ms > 1.087 * free.prediction.step_ms
+
+
 @pytest.mark.parametrize("model", ["lenet", "cifar_quick"])
 def test_it_lies_between_compute_and_the_plan_and_falls_with_the_budget(model):
     graph = with_updates(training_graph(get_model(model)(64)), Momentum())

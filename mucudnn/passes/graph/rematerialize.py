@@ -127,10 +127,10 @@ class Rematerializer:
 
     @cached_property
     def makers(self) -> Mapping[str, Node]:
-        """Node that recomputes each recomputable tensor."""
+        """Node that recomputes each recomputable result of the forward pass."""
         found = {}
         for node in self.graph.nodes:
-            if node.recomputable:
+            if node.recomputable and node.phase is Phase.FORWARD:
                 again = node.recompute_node or node
                 names = (name for name in node.outputs if node.remakes(name))
                 found.update(dict.fromkeys(names, again))

@@ -20,6 +20,16 @@ tensors, memory of intermediate recomputation, waiting within a window) only low
 bound. Steps whose copies overlap with neighbouring steps are considered in their steady
 state.
 
+A program of fractions could use one part of a storage several times, for example
+recompute one part of a result after another from the same part of an input. These
+constraints, which hold for whole storages, prevent that. Within a gap:
+
+* A storage is dropped without a copy, or copied out before; not both. A recomputed
+  storage may be copied out as well, by variables of its own.
+* A dropped storage is recomputed for a first time, and only then again.
+* By the first recomputation of a result, each input has never left since its own gap
+  began, or was copied out and in again, or was itself recomputed.
+
 The program of `planning/program.py` is another one: its optimum is closer to the plans
 it finds, but no bound, as it counts arriving bytes twice and knows fewer residencies.
 """
@@ -40,7 +50,7 @@ from mucudnn.passes.liveness import Use, rounded, uses_of
 from mucudnn.passes.planning.request import StepRequest
 from mucudnn.passes.scheduling.problem import first_plans
 
-MOST_GAPS = 1300
+MOST_GAPS = 1500
 """Gaps up to which the program is solved as a part of planning, in two seconds."""
 
 _WINDOWS, _FEW_WINDOWS = 16, 4
@@ -50,8 +60,11 @@ tighten the bound only if most of a short step is recomputed."""
 _MANY_GAPS = 200
 """Gaps above which a step is large."""
 
-_SMALL = 1e-3
+_SMALL = 5e-4
 """Fraction of the budget below which storages are free to be absent."""
+
+_SHARES = 64
+"""Number of classes of storages by the share of their bytes that copies transfer."""
 
 _SCALE = 1e3
 """Unit of bytes in the program, as parts of the budget; times are in ms."""
@@ -116,28 +129,40 @@ class _Gap:
         before: Position of the use behind the gap; in the next step, the number of
             nodes or more.
         windows: Windows that the gap crosses; those of the next step follow the last.
+        merged: Whether it is of several storages.
         clean: Whether the host already has the bytes, so that no offload is needed.
         stuck: Whether the storage cannot be copied.
         used: Whether the gap ends with a use; else the storage may stay away.
         again: Windows in which the storage can be recomputed.
         resident: Variables of the fraction that is resident throughout a window.
         restored: Variables of the fractions copied in or recomputed in a window.
+        prefetched: Variable of the fraction copied in that was never dropped.
         recomputed: Variable of the fraction recomputed in a window.
+        first: Variable of the part of this that was not recomputed in the gap before.
+        copied_out: Variables of the fraction copied out by the end of a window; None
+            if no copy is needed.
+        still: Variable of the fraction that has not left since the gap began, for some
+            of the windows.
     """
 
     storage: str
     nbytes: int
-    copied: int
+    copied: float
     after: int
     before: int
     windows: range
+    merged: bool = False
     clean: bool = False
     stuck: bool = False
     used: bool = True
     again: frozenset[int] = frozenset()
     resident: list[int] = field(default_factory=list)
     restored: list[list[int]] = field(default_factory=list)
+    prefetched: list[int] = field(default_factory=list)
     recomputed: dict[int, int] = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)
+    copied_out: list[list[int] | None] = field(default_factory=list)
+    still: dict[int, int] = field(default_factory=dict)
 
 
 class _Relaxation:
@@ -158,6 +183,7 @@ class _Relaxation:
         self._out: list[Terms] = [[] for _ in range(count)]
         self._in: list[Terms] = [[] for _ in range(count)]
         self._outs: dict[str, dict[int, int]] = {}
+        self._outs_again: dict[str, list[int]] = {}
         self._recompute = recompute_chains(self._graph, _SMALL * request.budget)
         self._gaps: dict[str, list[_Gap]] = {}
         for gap in self._all_gaps():
@@ -180,18 +206,24 @@ class _Relaxation:
         return None if found is None else found.objective
 
     def _windows(self, backward: int, most: int) -> list[int]:
-        """Return the first nodes of windows of about equal weight."""
+        """Return the first nodes of windows of about equal weight.
+
+        The node that needs most memory is a window: what is restored behind it would
+        otherwise need no memory there.
+        """
         profile = self._request.profile
         weights = [self._ms[node.name] for node in self._graph.nodes]
         for saved in self._graph.saved:
             weights[saved.first] += saved.nbytes / profile.out_bytes_per_ms
             weights[saved.again] += saved.nbytes / profile.in_bytes_per_ms
-        total, quota, starts = sum(weights), 1, {0, backward}
+        bytes_needed = self._operands()
+        peak = max(range(len(weights)), key=bytes_needed.__getitem__, default=0)
+        total, quota, starts = sum(weights), 1, {0, backward, peak, peak + 1}
         for position, mark in enumerate(itertools.accumulate(weights[:-1])):
             if total and mark >= quota * total / most:
                 starts.add(position + 1)
                 quota = int(mark * most / total) + 1
-        return sorted(starts)
+        return sorted(starts & {*range(max(1, len(weights)))})
 
     def _window(self, position: int) -> int:
         """Return the window of a position; those of the next step follow the last."""
@@ -202,9 +234,13 @@ class _Relaxation:
         return range(self._window(first), self._window(last) + 1)
 
     def _all_gaps(self) -> Iterator[_Gap]:
-        """Yield all gaps; those of equivalent parameters and state are merged."""
+        """Yield all gaps; those of equivalent parameters and state are merged.
+
+        Storages of few elements take more bytes than their copies transfer. So only
+        those of about the same share are merged, and the least share counts.
+        """
         count = len(self._graph.nodes)
-        alike: dict[tuple[int, int, bool], _Gap] = {}
+        alike: dict[tuple[int, int, bool, int], _Gap] = {}
         for use in uses_of(self._graph).values():
             if not use.persistent:
                 if use.nbytes >= _SMALL * self._request.budget:
@@ -219,11 +255,17 @@ class _Relaxation:
             for after, before in use.gaps() if use.storage in self._moving else ():
                 clean = before < count or not use.writes
                 windows = self._between(after, before)
-                key = windows.start, windows.stop, clean
-                gap = _Gap(use.storage, 0, 0, after, before, windows, clean)
+                share = self._graph.tensors[use.storage].nbytes / max(1, use.nbytes)
+                key = windows.start, windows.stop, clean, int(share * _SHARES)
+                gap = _Gap(
+                    *(use.storage, 0, math.inf, after, before, windows), clean=clean
+                )
+                merged = key in alike
                 gap = alike.setdefault(key, gap)
+                gap.merged = merged
+                share = min(share, gap.copied / max(1, gap.nbytes))
                 gap.nbytes += use.nbytes
-                gap.copied += self._graph.tensors[use.storage].nbytes
+                gap.copied = share * gap.nbytes
                 gap.after = max(gap.after, after)
                 gap.before = min(gap.before, before)
         yield from alike.values()
@@ -235,6 +277,7 @@ class _Relaxation:
         again: frozenset[int] = frozenset()
         if (
             producer is not None
+            and producer.phase is Phase.FORWARD
             and producer.remakes(use.storage)
             and graph.nodes[before].phase in phases
         ):
@@ -259,31 +302,57 @@ class _Relaxation:
     def _add(self, gap: _Gap, again_ms: float) -> None:
         """Add the variables and the flow constraints of a gap."""
         variable = self._lp.variable
-        count = len(self._starts)
+        last = len(gap.windows) - 1
         gap.resident = [variable() for _ in gap.windows]
-        prefetched = [] if gap.stuck else [variable() for _ in gap.windows]
+        gap.prefetched = [] if gap.stuck else [variable() for _ in gap.windows]
         for t, window in enumerate(gap.windows):
-            gap.restored.append(prefetched[t : t + 1])
-            if prefetched:
-                self._in[window % count].append((prefetched[t], gap.copied))
+            gap.restored.append(gap.prefetched[t : t + 1])
+            if gap.prefetched:
+                self._copy(self._in, window, gap.prefetched[t], gap)
             if window in gap.again:
-                gap.recomputed[t] = variable()
-                gap.restored[t].append(gap.recomputed[t])
-                self._compute[window].append((gap.recomputed[t], again_ms))
+                gap.first[t], gap.recomputed[t] = first, again = variable(), variable()
+                gap.restored[t].append(again)
+                self._compute[window].append((again, again_ms))
+                self._require([again], [first])
+                self._require(gap.first.values(), [again])
         dropped = []  # the fraction that leaves without a copy
         if gap.recomputed or not gap.used:
             dropped = [variable()]
         if gap.recomputed and gap.used:
-            self._require(gap.recomputed.values(), dropped)
+            self._require(gap.first.values(), dropped)
+        gap.copied_out = [self._copied_out(gap, t) for t in range(last + 1)]
+        self._add_second_copies(gap)
         for t, resident in enumerate(gap.resident):
-            copied_out = self._copied_out(gap, t)
-            if copied_out is not None:
+            if (copied_out := gap.copied_out[t]) is not None:
                 self._require([resident, *dropped, *copied_out])
-                if prefetched:
-                    self._require(copied_out, [prefetched[t]])
+                if gap.used and t == last > 0:  # copies may follow on the use
+                    copied_out = [*(gap.copied_out[t - 1] or ()), gap.resident[t - 1]]
+                elif dropped and t == last - gap.used:
+                    self._lp.limit([(v, 1.0) for v in (*copied_out, *dropped)], 1.0)
+                if gap.prefetched:
+                    self._require(copied_out, gap.prefetched[t : t + 1])
             following = gap.resident[t + 1 : t + 2]
             if following or gap.used:
                 self._require([resident, *gap.restored[t]], following)
+
+    def _add_second_copies(self, gap: _Gap) -> None:
+        """Let what was recomputed be copied out, and back."""
+        outs: list[int] = []
+        for t in gap.recomputed if gap.prefetched else ():
+            out, back = self._lp.variable(), self._lp.variable()
+            self._copy(self._out, gap.windows[t], out, gap)
+            self._copy(self._in, gap.windows[t], back, gap)
+            outs.append(out)
+            gap.restored[t].append(back)
+            again = [gap.recomputed[u] for u in (t - 1, t) if u in gap.recomputed]
+            self._require([*gap.resident[max(0, t - 1) : t], *again], [out])
+            self._require([v for u, v in gap.first.items() if u <= t], outs)
+            self._require(outs, [back])
+        self._outs_again[gap.storage] = [*self._outs_again.get(gap.storage, ()), *outs]
+
+    def _copy(self, copies: list[Terms], window: int, variable: int, gap: _Gap) -> None:
+        """Count the bytes of a copy in a window."""
+        copies[window % len(self._starts)].append((variable, gap.copied))
 
     def _require(self, more: Iterable[int], less: Sequence[int] = ()) -> None:
         """Require a sum of variables to be at least that of others, or at least 1."""
@@ -308,8 +377,9 @@ class _Relaxation:
         for window in possible:
             if window not in outs:
                 outs[window] = self._lp.variable()
-                self._out[window].append((outs[window], gap.copied))
-        return [outs[window] for window in possible]
+                self._copy(self._out, window, outs[window], gap)
+        again = self._outs_again.get(gap.storage, ())  # of the gaps before
+        return [*(outs[window] for window in possible), *again]
 
     def _chain(self, gap: _Gap) -> tuple[float, list[str]]:
         """Return the least time of recomputing a storage in a gap, and what is read.
@@ -333,45 +403,89 @@ class _Relaxation:
     def _add_recompute_inputs(self, gap: _Gap, read: Iterable[str]) -> None:
         """Require saved inputs of recomputation to be resident."""
         for above in itertools.chain(*(self._gaps.get(name, ()) for name in read)):
-            for t, variable in gap.recomputed.items():
-                if gap.windows[t] in above.windows[1:]:
-                    at = above.windows.index(gap.windows[t])
-                    restored = above.restored[at - 1] + above.restored[at]
-                    self._require([above.resident[at - 1], *restored], [variable])
+            if above.merged:  # others may be away
+                continue
+            begun = -1
+            mine: list[int] = []
+            for t, again in gap.recomputed.items():
+                if gap.windows[t] not in above.windows[1:]:
+                    continue
+                at = above.windows.index(gap.windows[t])
+                restored = above.restored[at - 1] + above.restored[at]
+                self._require([above.resident[at - 1], *restored], [again])
+                begun = at - 1 if begun < 0 else begun
+                mine.append(gap.first[t])
+                had = [self._still(above, begun)]
+                had += [first for u, first in above.first.items() if u <= at]
+                self._require([*had, *above.prefetched[: at + 1]], mine)
+                if (copied_out := above.copied_out[begun]) is not None:
+                    self._require([*had, *copied_out], mine)
+
+    def _still(self, gap: _Gap, last: int) -> int:
+        """Return the variable of what has not left since a gap began, by a window."""
+        if last not in gap.still:
+            gap.still[last] = still = self._lp.variable()
+            for resident in gap.resident[: last + 1]:
+                self._require([resident], [still])
+        return gap.still[last]
 
     def _add_memory(self) -> None:
-        """Require resident bytes and workspaces at every node to fit the budget."""
-        request, budget = self._request, self._request.budget
+        """Require resident bytes and workspaces at every node to fit the budget.
+
+        A variable has the bytes of all resident fractions. It changes where gaps and
+        windows begin and end, so each fraction is in few rows.
+        """
+        nodes, budget = self._graph.nodes, self._request.budget
         fixed = [float(nbytes) for nbytes in self._operands()]
-        rows: list[Terms] = [[] for _ in fixed]
+        changes: list[Terms] = [[] for _ in range(len(nodes) + 1)]
         for gap in itertools.chain(*self._gaps.values()):
-            for position in range(gap.after + 1, gap.before):
-                at = self._window(position) - gap.windows.start
-                rows[position % len(fixed)].append((gap.resident[at], gap.nbytes))
-        plans = _plans(request)
-        unit = max(budget, 1.0) / _SCALE
-        known: dict[frozenset[int], float] = {}
-        for position, node in enumerate(self._graph.nodes):
-            window, terms = self._window(position), rows[position]
+            for resident, window in zip(gap.resident, gap.windows, strict=True):
+                step, at = divmod(window, len(self._starts))
+                begin, end = (
+                    step * len(nodes) + position
+                    for position in [*self._starts, len(nodes)][at : at + 2]
+                )
+                first, behind = max(begin, gap.after + 1), min(end, gap.before)
+                if first < behind:
+                    changes[first - step * len(nodes)].append((resident, gap.nbytes))
+                    changes[behind - step * len(nodes)].append((resident, -gap.nbytes))
+        plans, unit = _plans(self._request), max(budget, 1.0) / _SCALE
+        # What is resident at the last row, its largest bytes, and what changes since.
+        held, most, least_room, since = -1, 0.0, math.inf, []
+        for position, node in enumerate(nodes):
+            window, workspace = self._window(position), []
             if node.name not in plans:
                 self._fixed_ms[window] += self._ms[node.name]
             else:
                 (least, slowest_ms), *others = lower_hull(plans[node.name])
                 self._fixed_ms[window] += slowest_ms
                 fixed[position] += least
-                chosen = [self._lp.variable() for _ in others]
-                if chosen:
-                    self._lp.limit([(v, 1.0) for v in chosen], 1.0)
-                for variable, (nbytes, ms) in zip(chosen, others, strict=True):
-                    terms.append((variable, nbytes - least))
-                    self._compute[window].append((variable, ms - slowest_ms))
-            if fixed[position] + sum(nbytes for _, nbytes in terms) <= budget:
+                for nbytes, ms in others:
+                    chosen = self._lp.variable()
+                    workspace.append((chosen, nbytes - least))
+                    self._compute[window].append((chosen, ms - slowest_ms))
+                if workspace:
+                    self._lp.limit([(v, 1.0) for v, _ in workspace], 1.0)
+            since += changes[position]
+            most += sum(nbytes for _, nbytes in changes[position])
+            room = budget - fixed[position]
+            if most + sum(nbytes for _, nbytes in workspace) <= room:
                 continue
-            key = frozenset(variable for variable, _ in terms)
-            if known.get(key, -1.0) < fixed[position]:
-                known[key] = fixed[position]
-                row = [(variable, nbytes / unit) for variable, nbytes in terms]
-                self._lp.limit(row, (budget - fixed[position]) / unit)
+            if since:
+                before = [] if held < 0 else [(held, -1.0)]
+                held, least_room = (
+                    self._lp.variable(math.inf, lower=-math.inf),
+                    math.inf,
+                )
+                changed = [(v, -nbytes / unit) for v, nbytes in since]
+                self._lp.equal([(held, 1.0), *before, *changed], 0.0)
+                since = []
+            if workspace or room < least_room:
+                row = [(v, nbytes / unit) for v, nbytes in workspace]
+                self._lp.limit(
+                    [*row, *([(held, 1.0)] if held >= 0 else [])], room / unit
+                )
+                least_room = least_room if workspace else room
 
     def _operands(self) -> list[int]:
         """Return the bytes that must be resident at every node in any plan.
