@@ -191,8 +191,8 @@ IN_PARTS = "planned, in parts"
 _SHARES = (1.0, 0.7, 0.5, 0.3)
 """Budgets of the curve, as shares of the unbounded peak; the minimum is added."""
 
-_MOST_ABSENCES = 3500
-"""Absences up to which the bound is found: a Llama of 48 layers, in ten seconds."""
+_MOST_ABSENCES = 4000
+"""Absences up to which the bound is found: a Llama of 48 layers, in eight seconds."""
 
 _WIDER = (0.0, 0.01, 0.04, 0.16, 1.0)
 """Bytes beyond the unbounded peak with which everything may be placed, as shares."""

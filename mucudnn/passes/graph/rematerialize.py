@@ -127,13 +127,18 @@ class Rematerializer:
 
     @cached_property
     def makers(self) -> Mapping[str, Node]:
-        """Node that recomputes each recomputable result of the forward pass."""
-        found = {}
+        """Node that recomputes each recomputable tensor of the forward pass.
+
+        Views in the backward pass are recomputed with the storage that they share.
+        """
+        producers, storages, found = self.graph.producers, self.graph.storages, {}
         for node in self.graph.nodes:
-            if node.recomputable and node.phase is Phase.FORWARD:
-                again = node.recompute_node or node
-                names = (name for name in node.outputs if node.remakes(name))
-                found.update(dict.fromkeys(names, again))
+            again = node.recompute_node or node
+            for name in node.outputs if node.recomputable else ():
+                owner = producers.get(storages[name])
+                forward = owner is None or owner.phase is Phase.FORWARD
+                if forward and node.remakes(name):
+                    found[name] = again
         return found
 
     @cached_property

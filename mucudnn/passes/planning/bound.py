@@ -60,7 +60,7 @@ tighten the bound only if most of a short step is recomputed."""
 _MANY_GAPS = 200
 """Gaps above which a step is large."""
 
-_SMALL = 5e-4
+_SMALL = 3e-4
 """Fraction of the budget below which storages are free to be absent."""
 
 _SHARES = 64
