@@ -129,7 +129,7 @@ class _Gap:
         before: Position of the use behind the gap; in the next step, the number of
             nodes or more.
         windows: Windows that the gap crosses; those of the next step follow the last.
-        merged: Whether it is of several storages.
+        merged: Whether it stands for several storages.
         clean: Whether the host already has the bytes, so that no offload is needed.
         stuck: Whether the storage cannot be copied.
         used: Whether the gap ends with a use; else the storage may stay away.
@@ -325,7 +325,7 @@ class _Relaxation:
         for t, resident in enumerate(gap.resident):
             if (copied_out := gap.copied_out[t]) is not None:
                 self._require([resident, *dropped, *copied_out])
-                if gap.used and t == last > 0:  # copies may follow on the use
+                if gap.used and t == last > 0:  # copies out may follow the use
                     copied_out = [*(gap.copied_out[t - 1] or ()), gap.resident[t - 1]]
                 elif dropped and t == last - gap.used:
                     self._lp.limit([(v, 1.0) for v in (*copied_out, *dropped)], 1.0)
