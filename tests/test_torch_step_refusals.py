@@ -150,7 +150,7 @@ def jagged(s, x):
     return s.m[0](parts).values().sum()
 
 
-@torch.library.custom_op("mucudnn_tests::tripled", mutates_args={"x"})
+@torch.library.custom_op("mucudnn_tests::tripled_in_place", mutates_args={"x"})
 def tripled(x: torch.Tensor) -> None:
     x.mul_(3)
 
