@@ -99,7 +99,7 @@ def test_an_operator_that_fails_for_made_up_numbers_is_refused():
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
     loss_fn = lambda out: root(out + 2).sum()  # noqa: E731
     step = mt.train_step(layer, loss_fn, optimizer, budget="1GiB", cache=None)
-    with pytest.raises(UnsupportedError, match="is measured with: .*: too small"):
+    with pytest.raises(UnsupportedError, match=r"is measured with: .*: too small"):
         step(torch.ones(3, 4))
 
 
