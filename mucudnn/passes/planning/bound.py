@@ -176,6 +176,7 @@ class _Relaxation:
         self._moving = hosted & request.persistent
         phases = itertools.pairwise(node.phase for node in self._graph.nodes)
         backward = next((i + 1 for i, (a, b) in enumerate(phases) if a is not b), 0)
+        self._needed = self._operands()
         self._starts = self._windows(backward, windows)
         count = len(self._starts)
         self._compute: list[Terms] = [[] for _ in range(count)]
@@ -216,8 +217,7 @@ class _Relaxation:
         for saved in self._graph.saved:
             weights[saved.first] += saved.nbytes / profile.out_bytes_per_ms
             weights[saved.again] += saved.nbytes / profile.in_bytes_per_ms
-        bytes_needed = self._operands()
-        peak = max(range(len(weights)), key=bytes_needed.__getitem__, default=0)
+        peak = max(range(len(weights)), key=self._needed.__getitem__, default=0)
         total, quota, starts = sum(weights), 1, {0, backward, peak, peak + 1}
         for position, mark in enumerate(itertools.accumulate(weights[:-1])):
             if total and mark >= quota * total / most:
@@ -260,9 +260,8 @@ class _Relaxation:
                 gap = _Gap(
                     *(use.storage, 0, math.inf, after, before, windows), clean=clean
                 )
-                merged = key in alike
                 gap = alike.setdefault(key, gap)
-                gap.merged = merged
+                gap.merged = gap.nbytes > 0
                 share = min(share, gap.copied / max(1, gap.nbytes))
                 gap.nbytes += use.nbytes
                 gap.copied = share * gap.nbytes
@@ -436,30 +435,32 @@ class _Relaxation:
         windows begin and end, so each fraction is in few rows.
         """
         nodes, budget = self._graph.nodes, self._request.budget
-        fixed = [float(nbytes) for nbytes in self._operands()]
+        edges = [*self._starts, len(nodes)]
         changes: list[Terms] = [[] for _ in range(len(nodes) + 1)]
         for gap in itertools.chain(*self._gaps.values()):
             for resident, window in zip(gap.resident, gap.windows, strict=True):
                 step, at = divmod(window, len(self._starts))
-                begin, end = (
-                    step * len(nodes) + position
-                    for position in [*self._starts, len(nodes)][at : at + 2]
-                )
-                first, behind = max(begin, gap.after + 1), min(end, gap.before)
+                before = step * len(nodes)  # nodes of the steps before
+                first = max(edges[at], gap.after + 1 - before)
+                behind = min(edges[at + 1], gap.before - before)
                 if first < behind:
-                    changes[first - step * len(nodes)].append((resident, gap.nbytes))
-                    changes[behind - step * len(nodes)].append((resident, -gap.nbytes))
+                    changes[first].append((resident, gap.nbytes))
+                    changes[behind].append((resident, -gap.nbytes))
         plans, unit = _plans(self._request), max(budget, 1.0) / _SCALE
-        # What is resident at the last row, its largest bytes, and what changes since.
-        held, most, least_room, since = -1, 0.0, math.inf, []
+        # What is resident at the last row, what has changed since, the most that may be
+        # resident, and the room of the rows since the last change.
+        held: Terms = []
+        since: Terms = []
+        most, least_room = 0.0, math.inf
         for position, node in enumerate(nodes):
             window, workspace = self._window(position), []
+            room = budget - self._needed[position]
             if node.name not in plans:
                 self._fixed_ms[window] += self._ms[node.name]
             else:
                 (least, slowest_ms), *others = lower_hull(plans[node.name])
                 self._fixed_ms[window] += slowest_ms
-                fixed[position] += least
+                room -= least
                 for nbytes, ms in others:
                     chosen = self._lp.variable()
                     workspace.append((chosen, nbytes - least))
@@ -468,23 +469,17 @@ class _Relaxation:
                     self._lp.limit([(v, 1.0) for v, _ in workspace], 1.0)
             since += changes[position]
             most += sum(nbytes for _, nbytes in changes[position])
-            room = budget - fixed[position]
             if most + sum(nbytes for _, nbytes in workspace) <= room:
                 continue
             if since:
-                before = [] if held < 0 else [(held, -1.0)]
-                held, least_room = (
-                    self._lp.variable(math.inf, lower=-math.inf),
-                    math.inf,
-                )
                 changed = [(v, -nbytes / unit) for v, nbytes in since]
-                self._lp.equal([(held, 1.0), *before, *changed], 0.0)
-                since = []
+                changed += [(v, -1.0) for v, _ in held]
+                held = [(self._lp.variable(math.inf, lower=-math.inf), 1.0)]
+                self._lp.equal([*held, *changed], 0.0)
+                least_room, since = math.inf, []
             if workspace or room < least_room:
                 row = [(v, nbytes / unit) for v, nbytes in workspace]
-                self._lp.limit(
-                    [*row, *([(held, 1.0)] if held >= 0 else [])], room / unit
-                )
+                self._lp.limit([*row, *held], room / unit)
                 least_room = least_room if workspace else room
 
     def _operands(self) -> list[int]:

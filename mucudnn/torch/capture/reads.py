@@ -204,7 +204,6 @@ _OUTSIDE: Mapping[int, str] = {
     **{
         id(function): name
         for module, names in _ASKS_OUTSIDE.items()
-        if importlib.util.find_spec(module)  # `resource` is not on every system
         for name, function in vars(importlib.import_module(module)).items()
         if name in names and callable(function)
     },
