@@ -51,6 +51,19 @@ def decided(s, x):
     return y.sum()
 
 
+def doubled_if_large(y):
+    return y * 2 if bool(y.sum() > 0) else y
+
+
+def scripted(s, x):
+    return torch.jit.script(doubled_if_large)(s.m[0](x)).sum()  # LINE
+
+
+def exported(s, x):
+    torch.export.export(nn.ReLU(), (torch.zeros(2),))  # LINE
+    return s.m[0](x).sum()
+
+
 def infinite(s, x):
     most = max(-float("inf"), x.max().item())  # LINE
     return s.m[0](x).sum() * most
@@ -221,6 +234,8 @@ AT_LINES = {
     selected: r"aten\.masked_select.*torch\.where",
     indexed: r"aten\.index\.Tensor.*torch\.where",
     decided: r"branches on the value of a tensor.*torch\.where.*no float",
+    scripted: r"branches on the value of a tensor.*torch\.where",
+    exported: r"captures operations itself.*torch\.export.*outside the step",
     by_chance: r"branches on the value of a tensor.*torch\.where",
     as_number: r"calls numpy.*keep them in tensors",
     as_list: r"calls tolist.*keep them in tensors",

@@ -365,6 +365,13 @@ def test_a_batch_has_many_forms():
         step()
 
 
+def test_an_empty_batch_has_no_parts():
+    model, optimizer, x, y = built()
+    step = mt.train_step(model, functional.mse_loss, optimizer, accumulate=2)
+    with pytest.raises(ValueError, match=r"not 0; the shapes are \(0, 6\)"):
+        step(x[:0], y[:0])
+
+
 def test_hooks_when_a_gradient_is_accumulated_need_eager_mode():
     model, optimizer, x, y = built()
     model[0].weight.register_post_accumulate_grad_hook(lambda p: None)

@@ -213,9 +213,14 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
             if isinstance(result, torch.Tensor) and (reason := _laid_out(result)):
                 raise UnsupportedError(f"the step calls {func}{line_now()}: {reason}")
             if outside and isinstance(result, FunctionalTensor):
+                mode: Any = get_proxy_mode()
+                if mode is None:
+                    raise UnsoundCaptureError(
+                        f"the step captures operations itself{line_now()}, as "
+                        "torch.export does; do so outside the step"
+                    )
                 # PyTorch would take the present values of outside tensors for constant.
-                tracer: Any = get_proxy_mode().tracer
-                get_proxy_slot(from_fun(result), tracer).constant = None
+                get_proxy_slot(from_fun(result), mode.tracer).constant = None
         return found
 
     def _reason(
@@ -458,6 +463,16 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
     return frame is not None and not is_library_file(frame.f_code.co_filename)
 
 
+def _branching(error: Exception) -> UnsupportedError:
+    """Return the error of a step that asks for a value known only at run time."""
+    return UnsupportedError(
+        "the step branches on the value of a "
+        f"tensor{line_of_traceback(error.__traceback__)}; use torch.where, keep "
+        "numbers in tensors (no float() of them), write a check as "
+        "torch._assert_async, or branch outside the step"
+    )
+
+
 @contextmanager
 def saying_where() -> Iterator[None]:
     """Turn PyTorch's errors about data dependence into errors with the user's line.
@@ -468,12 +483,7 @@ def saying_where() -> Iterator[None]:
     try:
         yield
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as e:
-        raise UnsupportedError(
-            "the step branches on the value of a "
-            f"tensor{line_of_traceback(e.__traceback__)}; use torch.where, keep "
-            "numbers in tensors (no float() of them), write a check as "
-            "torch._assert_async, or branch outside the step"
-        ) from e
+        raise _branching(e) from e
     except (DynamicOutputShapeException, UnsupportedOperatorException) as e:
         reason = (
             _DATA_DEPENDENT
@@ -484,6 +494,8 @@ def saying_where() -> Iterator[None]:
             f"the step calls {e.func}{line_of_traceback(e.__traceback__)}: {reason}"
         ) from e
     except (RuntimeError, AssertionError, TypeError, ZeroDivisionError) as e:
+        if GuardOnDataDependentSymNode.__name__ in str(e):  # in TorchScript
+            raise _branching(e) from e
         if isinstance(e, NotImplementedError) and "rule registered for H" in str(e):
             raise UnsupportedError(
                 f"the step calls a Triton kernel{line_of_traceback(e.__traceback__)} "

@@ -127,11 +127,11 @@ class Batch:
             return [(list(tensors), 1)]
         sizes = {t.shape[0] if t.dim() else None for t in tensors}
         size = sizes.pop()
-        if sizes or size is None:
+        if sizes or not size:
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
             raise ValueError(
                 f"accumulate={count} splits every tensor of the batch along its first "
-                f"axis, whose lengths must be equal; the shapes are {shapes}"
+                f"axis, whose lengths must be equal, and not 0; the shapes are {shapes}"
             )
         count = min(count, int(size))
         cut = [t.tensor_split(count) for t in tensors]
