@@ -174,12 +174,13 @@ def test_the_plan_is_the_same_for_every_hash_seed():
 
 def test_a_method_that_does_not_end_is_followed_by_another(monkeypatch):
     def run(call, **_):
-        most, method = call[-4:-2]
+        *_, most, method, _, solution, _, basis = call
         assert int(most) > 1000
         ends = method == "-dualSimplex" and dual_ends
         head = "Optimal - objective value 2.5" if ends else "Stopped on iterations"
         # CBC marks a value that exceeds its bound by rounding.
-        call[-1].write_text(f"{head}\n**  0 x0  1.0000001  0\n")
+        solution.write_text(f"{head}\n**  0 x0  1.0000001  0\n")
+        basis.write_text("")
 
     monkeypatch.setattr(linear_program.subprocess, "run", run)
     program = LinearProgram()
@@ -189,13 +190,17 @@ def test_a_method_that_does_not_end_is_followed_by_another(monkeypatch):
     dual_ends = False
     assert program.solve() is None
     monkeypatch.undo()
-    program = LinearProgram()
-    many = [program.variable(cost=-1.0 - i % 7) for i in range(200)]
-    for one, other in itertools.pairwise(many):
-        program.limit([(one, 1.0), (other, 2.0)], 1.7)
-    assert program.solve() is not None
+    program, other = LinearProgram(), LinearProgram()
+    for some in (program, other):
+        many = [some.variable(cost=-1.0 - i % 7) for i in range(200)]
+        for one, next_one in itertools.pairwise(many):
+            some.limit([(one, 1.0), (next_one, 2.0)], 1.7)
+    found = program.solve()
+    assert found is not None
     monkeypatch.setattr(linear_program, "_ITERATIONS", (1, 0))
-    assert program.solve() is None
+    assert other.solve() is None
+    # A program that was solved before begins with its last optimum.
+    assert program.solve().values == pytest.approx(found.values)
 
 
 NEARLY = 1 + 1e-6

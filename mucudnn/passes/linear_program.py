@@ -70,7 +70,7 @@ class LinearProgram:
         self._costs: list[float] = []
         self._columns: list[list[tuple[int, float]]] = []
         self._rows: list[tuple[str, float]] = []
-        self._written = ""
+        self._written, self._basis = "", ""
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -103,7 +103,8 @@ class LinearProgram:
     def solve(self, fixed: Mapping[int, float] | None = None) -> Solution | None:
         """Return an optimum, with given values of some variables.
 
-        None if neither simplex method ends.
+        None if no simplex method ends. The next solution begins with the basis of the
+        last optimum, from which the dual simplex method needs few iterations.
 
         Raises:
             One of `solver_errors`: No solver can be run.
@@ -111,7 +112,13 @@ class LinearProgram:
         with tempfile.TemporaryDirectory(prefix="mucudnn") as folder:
             path = Path(folder, "program.mps")
             path.write_text(self._mps(fixed or {}))
-            return _by_cbc(path, len(self))
+            basis = path.with_suffix(".bas")
+            if self._basis:
+                basis.write_text(self._basis)
+            solution = _by_cbc(path, len(self), basis)
+            if solution is not None and solution.values:
+                self._basis = basis.read_text()
+            return solution
 
     def _mps(self, fixed: Mapping[int, float]) -> str:
         # All but the bounds stays the same between solutions: write it once.
@@ -142,17 +149,21 @@ _ITERATIONS = 10_000, 3
 ended: it may visit the same vertices for ever. Other programs need one a variable."""
 
 
-def _by_cbc(path: Path, count: int) -> Solution | None:
+def _by_cbc(path: Path, count: int, basis: Path) -> Solution | None:
+    """Solve a program, from the basis in a file if there is one; write the last one."""
     program = import_pulp().PULP_CBC_CMD.pulp_cbc_path
     found = path.with_suffix(".txt")
     least, each = _ITERATIONS
     most = str(max(least, each * count))
-    head, rows = "", []
     # The primal simplex method is ten times faster at finding that nothing is feasible.
-    for method in ("-primalSimplex", "-dualSimplex"):
-        call = [program, path, "-randomSeed", "1", "-maxIterations", most, method]
+    methods: list[tuple[str | Path, ...]] = [("-primalSimplex",), ("-dualSimplex",)]
+    if basis.exists():  # it would be lost in a reduced program
+        methods.insert(0, ("-presolve", "off", "-basisIn", basis, "-dualSimplex"))
+    head, rows = "", []
+    for method in methods:
+        call = [program, path, "-randomSeed", "1", "-maxIterations", most, *method]
         subprocess.run(
-            [*call, "-solution", found],
+            [*call, "-solution", found, "-basisOut", basis],
             check=True,
             stdin=subprocess.DEVNULL,
             capture_output=True,

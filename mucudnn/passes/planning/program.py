@@ -40,7 +40,7 @@ The optimum is no proven bound: the program does not know `RECOMPUTE_EACH`.
 import itertools
 import logging
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,7 +93,7 @@ _PLAIN_ROUNDS = 5 * ((1.0, 1.0),)
 """The same for small and for large steps."""
 
 _ROOM = (1.0, 1.001, 1.002, 1.005, 1.01, 1.02, 1.03)
-"""Factors on the budget that are tried in turn until the program has an optimum. It
+"""Factors on the budget, of which the least with an optimum counts. The program
 needs more than the least budget, as it counts bytes that arrive twice, and pages
 nothing, which costs U-Nets up to 4 %. Plans page what does not fit."""
 
@@ -784,11 +784,12 @@ class _Rounding:
         """Run the rounds; see `fill`."""
         for part, share in _PLAIN_ROUNDS if self._model.plain else _ROUNDS:
             exact = part == share == 1.0
-            program, found = self._solve(part, share, self._margins if exact else {})
-            if found is None:
+            solved = self._solve(part, share, self._margins if exact else {})
+            if solved is None:
                 if self._optimum:
                     continue  # with slower links there may be an optimum
                 break
+            program, found = solved
             self._optimum = self._optimum or found.step_ms
             if self._best.step_ms <= _ENOUGH * found.step_ms:
                 break
@@ -813,17 +814,31 @@ class _Rounding:
 
     def _solve(
         self, part: float, share: float, margins: Margins
-    ) -> tuple[_Program, Fractions | None]:
-        """Solve the program; the first time, find the room that it needs."""
-        large = len(self._model.nodes) >= _ROOMY_NODES
-        first = _ROOM if large and not self._optimum else (self._room,)
-        for self._room in first:
-            budget = self._room * part * self._request.budget
+    ) -> tuple[_Program, Fractions] | None:
+        """Solve the program, if it has an optimum.
+
+        The first time, find the room that it needs.
+        """
+        known: dict[float, tuple[_Program, Fractions]] = {}
+
+        def works(room: float) -> bool:
+            budget = room * part * self._request.budget
+            if share == 1.0 and budget < max(self._model.base):
+                return False  # as nothing is paged
             program = _Program(self._model, budget, margins, share)
             found = program.solve()
             if found is not None:
-                break
-        return program, found
+                known[room] = program, found
+            return found is not None
+
+        large = len(self._model.nodes) >= _ROOMY_NODES
+        rooms = _ROOM if large and not self._optimum else (self._room,)
+        at = 0
+        # Even with the most room there may be no optimum: then nothing else is tried.
+        if not works(rooms[0]) and len(rooms) > 1 and works(rooms[-1]):
+            at = bisect_left(rooms, True, 1, len(rooms) - 1, key=works)
+        self._room = rooms[at]
+        return known.get(self._room)
 
     def _dive(self, program: _Program, found: Fractions, dives: int) -> Choices:
         """Round a few tensors at a time, the surest first, and solve in between."""

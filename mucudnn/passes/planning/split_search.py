@@ -53,8 +53,9 @@ _TIGHT = 1.5
 """Factor on the least bytes of the whole step below which it is mostly faster in parts:
 it is planned like slices at first, from its plan with so many times more memory."""
 
-_NEAR = 1.1
-"""Factor on the fastest candidate up to which that search is made in full after all."""
+_NOT_FAR, _NEAR = 1.5, 1.1
+"""Factors on the fastest candidate up to which it is improved after all, and up to
+which that search is made in full."""
 
 _MOST_NODES = 20_000
 """Limit of nodes of all candidates, beyond which none is added to one that fits."""
@@ -141,7 +142,7 @@ def _candidate(
         slices.begin(known)
     if slices.plan is None:
         slices.offer(search(request, thorough=False))
-    if slices.step_ms < _HARDLY_SLOWER * _fastest_ms(tried):
+    if cutting.parts > 1 and slices.step_ms < _HARDLY_SLOWER * _fastest_ms(tried):
         slices.improve()
     return replace(found, plan=slices.plan or plan_step(request))
 
@@ -291,10 +292,13 @@ def plan_splitting(step: SplitStep, split: Split = AUTO) -> SplitDecision:
     # Improve the fastest candidate, and a whole step that is nearly as fast.
     best = min(by_cutting.values(), key=lambda c: c.step_ms)
     whole = by_cutting.get(Cutting(1), best)
-    near = whole.plan is not None and whole.step_ms <= _NEAR * best.step_ms
-    if near and whole.request is not None and _tight(whole):
-        searches[whole.cutting].offer(search(whole.request))
-        by_cutting[whole.cutting] = replace(whole, plan=searches[whole.cutting].plan)
+    if whole.plan is not None and whole.request is not None and _tight(whole):
+        tight = searches[whole.cutting]
+        if tight.step_ms <= _NOT_FAR * best.step_ms:
+            tight.improve()
+        if tight.step_ms <= _NEAR * best.step_ms:
+            tight.offer(search(whole.request))
+        by_cutting[whole.cutting] = replace(whole, plan=tight.plan or whole.plan)
     slices = searches.get(best.cutting) if best.parts > 1 else None
     if slices is not None and slices.finish():
         by_cutting[best.cutting] = replace(best, plan=slices.plan)
