@@ -269,6 +269,14 @@ def test_the_users_line_is_named(forward):
     assert state.shape == torch.get_rng_state().shape
 
 
+def test_what_is_refused_runs_in_eager_mode_afterwards():
+    step = step_of(Whole(branched, nn.Linear(8, 8)), fallback="eager")
+    x = torch.randn(4, 8)
+    with pytest.warns(UserWarning, match="eager mode: the step calls cond"):
+        step(x)
+    step(x)
+
+
 def printing(out, y):
     print("a loss")  # noqa: T201
     return nn.functional.mse_loss(out, y)

@@ -365,6 +365,15 @@ def test_a_batch_has_many_forms():
         step()
 
 
+def test_a_compiled_loop_calls_a_step_as_it_is():
+    (model, optimizer, x, y), (other, rival, *_) = built(), built()
+    step = mt.train_step(model, functional.mse_loss, optimizer)
+    called = mt.train_step(other, functional.mse_loss, rival)
+    doubled = torch.compile(lambda: called(x, y) * 2, backend="eager")
+    for _ in range(2):
+        assert torch.equal(doubled(), step(x, y) * 2)
+
+
 def test_an_empty_batch_has_no_parts():
     model, optimizer, x, y = built()
     step = mt.train_step(model, functional.mse_loss, optimizer, accumulate=2)

@@ -60,6 +60,7 @@ from mucudnn.torch.distributed.step_ranks import (
     inner_model,
     sharding_of_step,
 )
+from mucudnn.torch.conv.backend import untraced
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
 from mucudnn.torch.execution.cuda_memory import watching_reserved
@@ -394,6 +395,7 @@ class TrainStep:
             "train_step(...) again: plans are read from the cache"
         )
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch; return the loss, or a pair of the loss and extra results.
 

@@ -36,8 +36,10 @@ def uncompiled(root: torch.nn.Module, recorder: ReadRecorder) -> Iterator[None]:
     for module, _ in held:
         recorder.lend(vars(module), "_compiled_call_impl", "what a module compiled")
         module._compiled_call_impl = None
+    nested = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
     try:
-        with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        # What Dynamo met under the modes of a capture, torch.cond would never compile.
+        with nested, torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, compiled in held:
