@@ -20,6 +20,7 @@ from mucudnn.cli.progress import Remaining, Show, TrainingWords, progress_displa
 from mucudnn.cli.train_ranks import Group, group_of, own_settings, step_point
 from mucudnn.ir.fleet import StepPoint
 from mucudnn.ir.optimizers import parse_learning_rate
+from mucudnn.ir.sizes import format_count
 from mucudnn.report.text import bytes_text, ms_text
 
 if TYPE_CHECKING:
@@ -110,18 +111,25 @@ class _Training:
         self, model: str, settings: Mapping[str, Any], group: Group | None
     ) -> None:
         self._model = model
-        self._settings = settings
         self._group = group
         self.leads = group is None or group.leads
         from mucudnn.cli.train_data import work_of
+
+        self._checkpoints, self._resume = self._open_checkpoints(settings)
+        settings = train_options.continued(settings, self._resume)
+        self._settings = settings
 
         self._make_work = partial(work_of, model, settings)
         with self._display(1) as show:
             show("reading the data", 0, 1)
             self._work = self._own_work(show)
-        self._optimizer = train_options.optimizer_of(settings)
+        self._optimizer = train_options.optimizer_of(settings, self._work.training)
         self._words = train_options.words_of(self._work, self._optimizer, settings)
-        self._checkpoints, self._resume = self._open_checkpoints()
+        if self._checkpoints is not None and self._resume is not None:
+            folder = self._checkpoints.folder
+            notice = train_options.check_resumable(folder, self._resume, self._words)
+            if notice and self.leads:
+                click.echo(f"mucudnn: {notice}", err=True)
         self._reports: dict[int, EpochReport] = {}
         self._ranks: Sequence[RankResult] = ()
 
@@ -133,7 +141,7 @@ class _Training:
         tuner = make_tuner(settings)
 
         def measure(images: int) -> StepPoint:
-            show(f"measuring a step of {images} images", 0, 1)
+            show(f"measuring a step of {format_count(images, 'image')}", 0, 1)
             return step_point(self._make_work(images).training, tuner, settings)
 
         with tuner.cache:
@@ -241,7 +249,8 @@ class _Training:
     def show(self) -> None:
         """Print the last lines: results, and the latest checkpoint."""
         click.echo(
-            f"{self._trainer.steps:,} steps, {ms_text(self._trainer.step_ms)} ms each; "
+            f"{format_count(self._trainer.steps, 'step')}, "
+            f"{ms_text(self._trainer.step_ms)} ms each; "
             f"{bytes_text(self._trainer.peak_bytes)} of memory"
         )
         placed = self._trainer.placed
@@ -258,17 +267,19 @@ class _Training:
         if self._checkpoints is not None and (steps := self._checkpoints.steps()):
             click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
 
-    def _open_checkpoints(self) -> "tuple[Checkpoints | None, Checkpoint | None]":
+    def _open_checkpoints(
+        self, settings: Mapping[str, Any]
+    ) -> "tuple[Checkpoints | None, Checkpoint | None]":
         from mucudnn.runtime.training.checkpoints import Checkpoints
 
-        folder = self._settings["checkpoint"]
+        folder = settings["checkpoint"]
         if folder is None:
             return None, None
         with bad_input():
             checkpoints = Checkpoints(folder)
         refuse_unwritable(folder)
-        if self._settings["resume"]:
-            found = checkpoints.load(self._words)
+        if settings["resume"]:
+            found = checkpoints.load()
             if found is None and self.leads:
                 click.echo(
                     f"mucudnn: {folder} has no checkpoint; training starts at step 0",
@@ -330,7 +341,8 @@ class RankResult:
     def __str__(self) -> str:
         of = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
         return (
-            f"{self.samples} images, {ms_text(self.compute_ms)} ms without waiting; "
+            f"{format_count(self.samples, 'image')}, "
+            f"{ms_text(self.compute_ms)} ms without waiting; "
             f"{bytes_text(self.peak_bytes)}{of}"
         )
 

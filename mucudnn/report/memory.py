@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from mucudnn.ir.sizes import format_count
 from mucudnn.passes.planning.plan_step import PolicyResult, best_technique
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import PLANNED
@@ -198,7 +199,7 @@ def _scaling(study: MemoryStudy) -> Table:
     columns = ("GPUs", "best", ">peak of each", ">step ms", ">samples/s", ">waits ms")
     title = (
         f"the fastest way within {budget_text(study)} of each GPU, "
-        f"{study.spec.batch} samples on each"
+        f"{format_count(study.spec.batch, 'sample')} on each"
     )
     return Table(title, columns, rows)
 

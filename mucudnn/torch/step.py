@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from mucudnn.arguments import check_bool, check_choice, check_integer
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
+from mucudnn.ir.sizes import format_bytes, format_count
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tiers import TierChoice
@@ -386,6 +387,23 @@ class TrainStep:
         self._fits: bool | None = None  # the budget holds eager mode, once known
         self._warned: set[str] = set()
         self._commit = StepCommit(optimizer)
+
+    def __repr__(self) -> str:
+        """Return `<TrainStep of ResNet, Adam, budget 2.0 GiB: 9 steps, peak …>`."""
+        budget = self._budget
+        limit = (
+            "no budget" if math.isinf(budget) else f"budget {format_bytes(int(budget))}"
+        )
+        if self._automatic is not None:
+            limit = f"budget {self._automatic.text}"
+        peak = "not planned"
+        if self._last is not None:
+            peak = f"peak {format_bytes(self._last.plan.peak_bytes)}"
+        return (
+            f"<TrainStep of {type(self._model).__name__}, "
+            f"{type(self._optimizer).__name__}, {limit}: "
+            f"{format_count(self._steps, 'step')}, {peak}>"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
