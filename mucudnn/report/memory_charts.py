@@ -32,11 +32,11 @@ from mucudnn.report.svg import (
     steps_path,
     tag,
 )
-from mucudnn.report.text import bytes_text, ms_text
+from mucudnn.report.text import bytes_text, ms_text, places_text
 from mucudnn.report.trace import lanes_of
 
 WIDTH = 1000.0
-_FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=250.0)
+_FRAME = Frame(left=56.0, right=982.0, top=26.0, bottom=250.0)
 _LANE, _LANE_GAP, _LANES_LEFT = 30.0, 12.0, 140.0
 _THINNEST = 0.5
 _LABEL_ROOM = 15.0
@@ -243,8 +243,8 @@ def speed_chart(
         f"Speed against budget. {parts}",
         frame.vertical(y, "% of the speed without a budget", 0.01),
         frame.horizontal(x, f"budget, {unit}", size),
-        labels(_speed_names(series, x, y), frame, marks),
         (_speed_line(i, one, x, y) for i, one in order),
+        labels(_speed_names(series, x, y), frame, marks),
     )
 
 
@@ -256,7 +256,7 @@ def _speed_names(series: Sequence[Series], x: Scale, y: Scale) -> Iterator[Label
             same.setdefault(tuple(sorted(one.points)), []).append(i)
     for points, members in same.items():
         budget, speed = points[0]
-        text = ", ".join(series[i].name for i in members)
+        text = places_text([series[i].name for i in members])
         strong = " strong" if any(series[i].strong for i in members) else ""
         class_ = f"label a{members[0] % COLOURS}{strong}"
         yield Label(x(budget), y(speed) + 3.5, text, left=True, class_=class_)
@@ -281,7 +281,7 @@ def _speed_line(index: int, one: Series, x: Scale, y: Scale) -> Iterable[Markup]
 
 
 _NAMED = 60
-_STACK_FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=330.0)
+_STACK_FRAME = Frame(left=56.0, right=982.0, top=26.0, bottom=330.0)
 _LETTER, _LINE = 5.6, 11.0
 
 KINDS = {

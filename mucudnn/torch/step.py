@@ -75,7 +75,7 @@ from mucudnn.torch.plan_program import (
     plan_program,
 )
 from mucudnn.torch.plan_store import PlanCacheChoice, graph_key
-from mucudnn.torch.planning import parse_budget
+from mucudnn.torch.planning import budget_text, parse_budget
 from mucudnn.torch.verification import VerifiedStep
 
 _log = logging.getLogger(__name__)
@@ -390,10 +390,7 @@ class TrainStep:
 
     def __repr__(self) -> str:
         """Return `<TrainStep of ResNet, Adam, budget 2.0 GiB: 9 steps, peak …>`."""
-        budget = self._budget
-        limit = (
-            "no budget" if math.isinf(budget) else f"budget {format_bytes(int(budget))}"
-        )
+        limit = budget_text(self._budget)
         if self._automatic is not None:
             limit = f"budget {self._automatic.text}"
         peak = "not planned"
