@@ -40,6 +40,7 @@ _FRAME = Frame(left=56.0, right=982.0, top=26.0, bottom=250.0)
 _LANE, _LANE_GAP, _LANES_LEFT = 30.0, 12.0, 140.0
 _THINNEST = 0.5
 _LABEL_ROOM = 15.0
+_NAMES = 3  # of equal lines: more may not fit on either side of a point
 
 
 def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
@@ -256,7 +257,7 @@ def _speed_names(series: Sequence[Series], x: Scale, y: Scale) -> Iterator[Label
             same.setdefault(tuple(sorted(one.points)), []).append(i)
     for points, members in same.items():
         budget, speed = points[0]
-        text = places_text([series[i].name for i in members])
+        text = places_text([series[i].name for i in members], _NAMES)
         strong = " strong" if any(series[i].strong for i in members) else ""
         class_ = f"label a{members[0] % COLOURS}{strong}"
         yield Label(x(budget), y(speed) + 3.5, text, left=True, class_=class_)

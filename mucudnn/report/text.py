@@ -160,10 +160,10 @@ def _reasons(comparison: Comparison) -> list[str]:
     return [f"{reason}: {places_text(places)}" for reason, places in found.items()]
 
 
-def places_text(places: Sequence[str]) -> str:
+def places_text(places: Sequence[str], most: int = _MOST_PLACES) -> str:
     """List the first places and count further ones."""
-    more = len(places) - _MOST_PLACES
-    return ", ".join([*places[:_MOST_PLACES], *([f"{more} more"] if more > 0 else [])])
+    more = len(places) - most
+    return ", ".join([*places[:most], *([f"{more} more"] if more > 0 else [])])
 
 
 def _summary(comparison: Comparison) -> Table:
