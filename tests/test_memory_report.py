@@ -30,7 +30,13 @@ from mucudnn.passes.scheduling.step_plan import (
     stalls,
 )
 from mucudnn.report.memory import memory_report, memory_tables, speed_series
-from mucudnn.report.memory_charts import WIDTH, Series, lanes_chart, speed_chart
+from mucudnn.report.memory_charts import (
+    WIDTH,
+    Series,
+    lanes_chart,
+    speed_chart,
+    stack_chart,
+)
 from mucudnn.report.svg import linear_scale, reduce_to_columns, unit_of
 from mucudnn.report.trace import LANES, snapshot, snapshot_bytes, trace_json
 from mucudnn.studies.memory import study_memory
@@ -384,6 +390,17 @@ def test_numbers_of_a_full_axis_are_not_cut():
     (chart,) = elements(f"\n{lanes_chart(study().best.plan)}", "svg")
     axis = next(line for line in chart.iter("line") if line.get("class") == "axis")
     assert float(axis.get("x2")) + 5.3 * len("0.0045") / 2 <= WIDTH
+
+
+def test_offloaded_parameters_have_the_colour_of_parameters():
+    least = study_memory(spec("lenet", 2), policies=[PLANNED], budget=MIB).minimum
+    plan = study_memory(spec("lenet", 2), policies=[PLANNED], budget=least).best.plan
+    (chart,) = elements(f"\n{stack_chart(plan)}", "svg")
+    drawn = {
+        path.find("{*}title").text.partition(":")[0]: path.get("class")
+        for path in chart.iter("path")
+    }
+    assert drawn["conv.1/weight"] == "stay state"
 
 
 def test_nothing_is_drawn_outside_its_picture_and_the_largest_tensors_are_named():

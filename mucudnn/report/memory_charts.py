@@ -366,10 +366,13 @@ def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_L
     def kind(interval: Interval) -> str:
         if "~" in interval.name:
             return "again"
-        node = graph.producers.get(interval.name)
-        if graph.tensors[interval.name].role is Role.GRADIENT:
+        role = graph.tensors[interval.name].role
+        if role in (Role.PARAMETER, Role.STATE):
+            return "state"
+        if role is Role.GRADIENT:
             return "gradient"
         # PyTorch's graphs have one role for all results; the phase tells them apart.
+        node = graph.producers.get(interval.name)
         return _OF_PHASE[Phase.FORWARD if node is None else node.phase]
 
     layers = [_Layer(interval, kind(interval)) for interval in largest[:_NAMED]]
