@@ -15,7 +15,7 @@ from mucudnn.ir.sizes import format_bytes, format_count
 from mucudnn.report.text import Table, write_tables
 
 _entries = partial(format_count, one="entry", several="entries")
-_measurements = partial(format_count, one="measurement")
+_rows = partial(format_count, one="measurement")
 _options = group(cache_option, json_option)
 
 
@@ -69,9 +69,7 @@ def export(file: str, cache_path: str | None, json_file: str | None) -> None:
         show(f"writing {file}", 0, 1)
         rows = found.export_json(file)
     data = {"file": file, "measurements": rows}
-    emit(
-        json_file, data, lambda: click.echo(f"{_measurements(rows)} written to {file}")
-    )
+    emit(json_file, data, lambda: click.echo(f"{_rows(rows)} written to {file}"))
 
 
 @cache.command("import")
@@ -83,9 +81,7 @@ def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
         show(f"reading {file}", 0, 1)
         rows = found.import_json(file)
     data = {"file": file, "measurements": rows}
-    emit(
-        json_file, data, lambda: click.echo(f"{_measurements(rows)} added from {file}")
-    )
+    emit(json_file, data, lambda: click.echo(f"{_rows(rows)} added from {file}"))
 
 
 @cache.command("clear")
@@ -104,7 +100,7 @@ def clear(device: str | None, cache_path: str | None, json_file: str | None) -> 
         entries = 0 if device else found.entries.clear()
     data = {"measurements": rows, "entries": entries}
     others = f" and {_entries(entries)} of other kinds" if entries else ""
-    emit(json_file, data, lambda: click.echo(f"{_measurements(rows)}{others} deleted"))
+    emit(json_file, data, lambda: click.echo(f"{_rows(rows)}{others} deleted"))
 
 
 @cache.command("path")

@@ -16,7 +16,6 @@ from mucudnn.cli.app import BadInputError
 from mucudnn.errors import CacheError
 from mucudnn.files import check_writable, descriptor_of, write_whole
 from mucudnn.ir.conv import PerfTable
-from mucudnn.ir.sizes import format_count
 from mucudnn.processes import deferred_interrupt
 from mucudnn.report.text import Table, write_tables
 from mucudnn.report.trace import snapshot_bytes, trace_json
@@ -182,10 +181,7 @@ def recording(
             with deferred_interrupt():
                 try:
                     rows = record_run(file, tuner, problems, record.tables, since)
-                    click.echo(
-                        f"{format_count(rows, 'measurement')} written to {file}",
-                        err=True,
-                    )
+                    click.echo(f"{rows} measurements written to {file}", err=True)
                 except CacheError as e:
                     record.complaint = str(e)
         if record.complaint is not None and not done:

@@ -116,7 +116,10 @@ class _Training:
         from mucudnn.cli.train_data import work_of
 
         self._checkpoints, self._resume = self._open_checkpoints(settings)
-        settings = train_options.continued(settings, self._resume)
+        # A training on synthetic data is continued on as much of it.
+        data = "" if self._resume is None else str(self._resume.words.get("data"))
+        if settings["data"] == "synthetic" and data.startswith("synthetic:"):
+            settings = {**settings, "data": data}
         self._settings = settings
 
         self._make_work = partial(work_of, model, settings)
@@ -125,11 +128,10 @@ class _Training:
             self._work = self._own_work(show)
         self._optimizer = train_options.optimizer_of(settings, self._work.training)
         self._words = train_options.words_of(self._work, self._optimizer, settings)
-        if self._checkpoints is not None and self._resume is not None:
-            folder = self._checkpoints.folder
-            notice = train_options.check_resumable(folder, self._resume, self._words)
-            if notice and self.leads:
-                click.echo(f"mucudnn: {notice}", err=True)
+        if (found := self._resume) is not None:
+            train_options.check_resumable(
+                settings["checkpoint"], found, self._words, quiet=not self.leads
+            )
         self._reports: dict[int, EpochReport] = {}
         self._ranks: Sequence[RankResult] = ()
 

@@ -310,26 +310,18 @@ def words_of(
     }
 
 
-def continued(
-    settings: Mapping[str, Any], found: "Checkpoint | None"
-) -> Mapping[str, Any]:
-    """Return the settings, with a checkpoint's synthetic data if none are named."""
-    data = "" if found is None else str(found.words.get("data"))
-    if settings["data"] == "synthetic" and data.startswith("synthetic:"):
-        return {**settings, "data": data}
-    return settings
-
-
-def check_resumable(folder: Path, found: "Checkpoint", words: Mapping[str, Any]) -> str:
-    """Refuse a checkpoint of another training; return a notice on a new last step."""
+def check_resumable(
+    folder: str, found: "Checkpoint", words: Mapping[str, Any], *, quiet: bool
+) -> None:
+    """Refuse a checkpoint of another training; only its last step may differ."""
     from mucudnn.runtime.training.checkpoints import check_words
 
     last, was = words.get("steps"), found.words.get("steps")
-    if last is None or was is None or last == was:
-        check_words(folder, found, words)
-        return ""
-    check_words(folder, found, {**words, "steps": was})
-    return f"the cosine schedule now ends at step {last} instead of {was}"
+    changed = last is not None and was not in (None, last)
+    check_words(Path(folder), found, {**words, "steps": was} if changed else words)
+    if changed and not quiet:
+        notice = f"the cosine schedule now ends at step {last} instead of {was}"
+        click.echo(f"mucudnn: {notice}", err=True)
 
 
 _TITLES = {"step": "train", "evaluation": "test", "epoch": "epoch"}

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from mucudnn.arguments import check_bool, check_function, check_integer
 from mucudnn.data.dataset import Dataset, Images, Labels, checked_dataset
 from mucudnn.data.transforms import Transform
-from mucudnn.ir.sizes import format_count
 
 _ORDER, _TRANSFORM = range(2)
 
@@ -72,8 +71,8 @@ class Loader:
             check_function("transform", self.transform, "a function of (images, rng)")
         if self.drop_last and len(self.dataset) < self.batch:
             raise ValueError(
-                f"a data set of {format_count(len(self.dataset), 'image')} has no full "
-                f"batch of {self.batch}; use a smaller batch or keep the last one"
+                f"a data set of {len(self.dataset)} images has no full batch of "
+                f"{self.batch}; use a smaller batch or keep the last one"
             )
 
     def __len__(self) -> int:

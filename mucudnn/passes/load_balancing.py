@@ -12,7 +12,6 @@ from typing import Any
 from mucudnn.arguments import check_integer
 from mucudnn.errors import PlanningError
 from mucudnn.ir.fleet import Fleet, Rank, StepPoint, StepTable
-from mucudnn.ir.sizes import format_count
 
 _FINE = 16
 """Sizes within 1 / _FINE of each other count as equal."""
@@ -315,15 +314,15 @@ def plan_of(
 ) -> FleetPlan:
     """Return the plan of given shares; `times` are those of the ranks, if known."""
     if len(samples) != len(fleet.ranks):
-        ranks = format_count(len(fleet.ranks), "rank")
-        raise ValueError(f"there are {len(samples)} shares for {ranks}")
+        raise ValueError(
+            f"there are {len(samples)} shares for {len(fleet.ranks)} ranks"
+        )
     known = times_of(fleet, max(samples)) if times is None else times
     shares = []
     for rank, share, of in zip(fleet.ranks, samples, known, strict=True):
         if share > of.most:
             raise PlanningError(
-                f"{rank.name} takes at most {format_count(of.most, 'sample')} a "
-                f"step, not {share}"
+                f"{rank.name} takes at most {of.most} samples a step, not {share}"
             )
         shares.append(Share(share, of.passes(share), of.time_ms(share)))
     return FleetPlan(tuple(shares), fleet.all_reduce_ms)
@@ -531,20 +530,19 @@ def _check(
     check_integer("at_least", at_least, 0)
     if batch < at_least * len(times):
         raise ValueError(
-            f"a batch of {batch} has fewer than {format_count(at_least, 'sample')} "
-            f"for each of {format_count(len(times), 'rank')}"
+            f"a batch of {batch} has fewer than {at_least} samples for each of "
+            f"{len(times)} ranks"
         )
     for rank, of in zip(fleet.ranks, times, strict=True):
         if of.most < at_least:
             raise PlanningError(
-                f"{rank.name} cannot take {format_count(at_least, 'sample')} a "
-                f"step: at most {of.most}"
+                f"{rank.name} cannot take {at_least} samples a step: at most {of.most}"
             )
     together = sum(of.most for of in times)
     if together < batch:
         raise PlanningError(
-            f"the fleet takes at most {format_count(together, 'sample')} a step, not "
-            f"{batch}; use a smaller batch, more memory or gradient accumulation"
+            f"the fleet takes at most {together} samples a step, not {batch}; use a "
+            "smaller batch, more memory or gradient accumulation"
         )
 
 

@@ -25,7 +25,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mucudnn.errors import MucudnnError, PlanningError
-from mucudnn.ir.sizes import exact_bytes, format_bytes, format_count
+from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
 from mucudnn.runtime.tuning.tuner import Tuner
@@ -56,7 +56,7 @@ from mucudnn.torch.plan_program import (
     plan_program,
 )
 from mucudnn.torch.plan_store import PlanCacheChoice
-from mucudnn.torch.planning import budget_text, parse_budget, too_small
+from mucudnn.torch.planning import parse_budget, too_small
 from mucudnn.torch.source_lines import line_of_stack
 
 _SHARE = 1 / 3
@@ -226,15 +226,6 @@ class CompileBackend:
         self._saved: dict[str, list[StorageWeakRef]] = {}
         self._reasons_before = break_reasons()
         self._warned_of_eager = False
-
-    def __repr__(self) -> str:
-        """Return `<CompileBackend, budget 2.0 GiB: 1 plan, peak 1.5 GiB>`."""
-        shared = self._budget
-        return (
-            f"<CompileBackend, {budget_text(shared.budget)}: "
-            f"{format_count(len(self._plans), 'plan')}, "
-            f"peak {format_bytes(shared.peak_bytes)}>"
-        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy budget and options; a copy plans for itself."""

@@ -12,7 +12,7 @@ from functools import partial
 from mucudnn.arguments import check_number
 from mucudnn.errors import PlanningError
 from mucudnn.ir.profile import MemoryTier, Profile
-from mucudnn.ir.sizes import exact_bytes, format_bytes, parse_bytes, refuse_fraction
+from mucudnn.ir.sizes import exact_bytes, parse_bytes, refuse_fraction
 from mucudnn.ir.tensor import Role
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.place_step import over_fastest, plan_tiered_step
@@ -51,13 +51,6 @@ def parse_budget(budget: float | str | None) -> float:
         ) from None
     refuse_fraction(number, f"budget={budget!r}")
     return number if math.isinf(number) else parse_bytes(int(budget))
-
-
-def budget_text(budget: float) -> str:
-    """Return a budget as `budget 2.0 GiB`, or `no budget`."""
-    if math.isinf(budget):
-        return "no budget"
-    return f"budget {format_bytes(int(budget))}"
 
 
 def too_small(

@@ -75,7 +75,7 @@ from mucudnn.torch.plan_program import (
     plan_program,
 )
 from mucudnn.torch.plan_store import PlanCacheChoice, graph_key
-from mucudnn.torch.planning import budget_text, parse_budget
+from mucudnn.torch.planning import parse_budget
 from mucudnn.torch.verification import VerifiedStep
 
 _log = logging.getLogger(__name__)
@@ -390,17 +390,16 @@ class TrainStep:
 
     def __repr__(self) -> str:
         """Return `<TrainStep of ResNet, Adam, budget 2.0 GiB: 9 steps, peak …>`."""
-        limit = budget_text(self._budget)
+        limit, peak = "no budget", "not planned"
         if self._automatic is not None:
             limit = f"budget {self._automatic.text}"
-        peak = "not planned"
+        elif math.isfinite(self._budget):
+            limit = f"budget {format_bytes(int(self._budget))}"
         if self._last is not None:
             peak = f"peak {format_bytes(self._last.plan.peak_bytes)}"
-        return (
-            f"<TrainStep of {type(self._model).__name__}, "
-            f"{type(self._optimizer).__name__}, {limit}: "
-            f"{format_count(self._steps, 'step')}, {peak}>"
-        )
+        names = f"{type(self._model).__name__}, {type(self._optimizer).__name__}"
+        steps = format_count(self._steps, "step")
+        return f"<TrainStep of {names}, {limit}: {steps}, {peak}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
