@@ -116,6 +116,12 @@ def test_cache_commands_work_together(tmp_path):
     )
     assert "backward filter" in replayed
     assert done("cache", "path", *theirs).strip() == theirs[1]
+    fingerprint = listed["devices"][0]["fingerprint"]
+    typo = run("cache", "clear", "--device", fingerprint[:-1], *mine)
+    assert typo.exit_code == 2
+    assert f"it has: {fingerprint}" in typo.stderr
+    cleared = done("cache", "clear", "--device", fingerprint, *mine)
+    assert cleared.startswith(f"{rows:,} measurement")
     done("cache", "clear", *mine)
     assert json_of("cache", "list", *mine)["devices"] == []
 

@@ -189,6 +189,12 @@ def test_the_cpu_is_measured(tmp_path):
     assert all(row["predicted_ms"] > 0 for row in data["rows"])
 
 
+def test_a_cache_that_is_not_used_is_named_as_such(tmp_path):
+    asked = ("lenet", *NULL, "--policy", "lru", "--budget", "1GiB", "--cache")
+    assert "--cache is used only" in run(*asked, str(tmp_path / "x.sqlite")).stderr
+    assert "--cache" not in run(*asked, "none").stderr
+
+
 def test_nothing_is_written_where_nothing_fits(tmp_path):
     trace, snap = tmp_path / "t.json", tmp_path / "s.pickle"
     files = ("--trace", str(trace), "--snapshot", str(snap))

@@ -27,6 +27,7 @@ cache import file | cannot import
 cache import torn.json.gz | torn.json.gz
 cache export /nowhere/x | no directory /nowhere
 cache clear --cache file | is not a mucudnn cache
+cache clear --cache none --device typo | no measurements of the device 'typo'
 cache list --cache file | is not a mucudnn cache
 cache list --cache /dev/null/x | cannot keep a cache
 explain alexnet conv9 | no layer 'conv9'

@@ -92,6 +92,34 @@ def test_stopped_and_resumed(run, tmp_path):
     assert Checkpoints(tmp_path).steps()[0] == 9
 
 
+def test_a_training_is_continued_with_more_steps(run, tmp_path):
+    options = ("digits", "--batch-policy", "undivided", "--checkpoint", tmp_path)
+    assert run(*options, "--steps", 4).exit_code == 0
+    more = run(*options, "--steps", 7, "--resume")
+    assert more.exit_code == 0, more.output
+    assert "the cosine schedule now ends at step 7 instead of 4" in more.stderr
+    assert "7 steps" in more.stdout
+    assert Checkpoints(tmp_path).steps()[0] == 7
+    other = run(*options, "--steps", 9, "--resume", "--seed", 5)
+    assert "its seed is 0, this one's is 5" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rate"),
+    [
+        (["lenet"], 0.01),  # with 0.1, the loss is nan after eight steps
+        (["lenet", "--optimizer", "nesterov"], 0.01),
+        (["lenet", "--optimizer", "adam"], 0.001),
+        (["lenet", "--lr", 0.2], 0.2),
+        (["resnet20"], 0.1),
+    ],
+)
+def test_the_usual_rate_depends_on_the_network(run, arguments, rate):
+    done = run(*arguments, *NULL, "--batch", 2, "--steps", 1, "--json", "-")
+    optimizer = json.loads(done.stdout)["settings"]["optimizer"]
+    assert f"learning_rate={rate}," in optimizer
+
+
 def test_state_on_the_host_is_saved_and_loaded_without_computing(run, tmp_path):
     # Momentum and parameters are offloaded, and the null backend has no bytes.
     options = ("resnet20", *NULL, "--batch", 4, "--budget", "3MiB", "--checkpoint")

@@ -30,6 +30,13 @@ from mucudnn.passes.scheduling.step_plan import (
     stalls,
 )
 from mucudnn.report.memory import memory_report, memory_tables, speed_series
+from mucudnn.report.memory_charts import (
+    WIDTH,
+    Series,
+    lanes_chart,
+    speed_chart,
+    stack_chart,
+)
 from mucudnn.report.svg import linear_scale, reduce_to_columns, unit_of
 from mucudnn.report.trace import LANES, snapshot, snapshot_bytes, trace_json
 from mucudnn.studies.memory import study_memory
@@ -356,6 +363,44 @@ def test_the_page_is_well_formed_and_shows_every_technique(short_search):
     } <= headings
     assert "nan" not in page
     assert "http" not in page
+
+
+def test_the_page_has_every_table_of_the_command():
+    """Also minimum budgets, the largest batch and the throughput."""
+    asked = {"min_budget": True, "max_batch": True, "curve": True}
+    found = study_memory(spec(), policies=["paging"], budget=budget_of(0.3), **asked)
+    page = memory_report(found)
+    headings = {"".join(h.itertext()).lower() for h in elements(page, "h2")}
+    titles = [table.title for table in memory_tables(found)[1:]]
+    assert len(titles) == 3
+    assert headings >= {title.lower() for title in titles}
+
+
+def test_names_of_many_equal_lines_fit_into_their_chart_and_are_on_top():
+    points = ((9 * MIB, 0.8), (12 * MIB, 1.0))
+    names = [f"a_long_name_of_a_policy_{i}" for i in range(14)]
+    (chart,) = elements(f"\n{speed_chart([Series(n, points) for n in names])}", "svg")
+    (*_, name) = chart
+    assert name.text.endswith("_1, a_long_name_of_a_policy_2, 11 more")
+    assert float(name.get("x")) - 5.6 * len(name.text) >= 0
+
+
+def test_numbers_of_a_full_axis_are_not_cut():
+    """The last number is centred at the end of the axis, and may be long."""
+    (chart,) = elements(f"\n{lanes_chart(study().best.plan)}", "svg")
+    axis = next(line for line in chart.iter("line") if line.get("class") == "axis")
+    assert float(axis.get("x2")) + 5.3 * len("0.0045") / 2 <= WIDTH
+
+
+def test_offloaded_parameters_have_the_colour_of_parameters():
+    least = study_memory(spec("lenet", 2), policies=[PLANNED], budget=MIB).minimum
+    plan = study_memory(spec("lenet", 2), policies=[PLANNED], budget=least).best.plan
+    (chart,) = elements(f"\n{stack_chart(plan)}", "svg")
+    drawn = {
+        path.find("{*}title").text.partition(":")[0]: path.get("class")
+        for path in chart.iter("path")
+    }
+    assert drawn["conv.1/weight"] == "stay state"
 
 
 def test_nothing_is_drawn_outside_its_picture_and_the_largest_tensors_are_named():

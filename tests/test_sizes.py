@@ -5,6 +5,7 @@ from mucudnn.ir.sizes import (
     LARGEST,
     exact_bytes,
     format_bytes,
+    format_count,
     parse_bytes,
     parse_integer,
 )
@@ -79,6 +80,13 @@ def test_numbers():
 )
 def test_format(nbytes, text):
     assert format_bytes(nbytes) == text
+
+
+def test_one_thing_is_singular():
+    assert format_count(1, "step") == "1 step"
+    assert format_count(0, "step") == "0 steps"
+    assert format_count(1, "entry", "entries") == "1 entry"
+    assert format_count(1200, "entry", "entries") == "1,200 entries"
 
 
 @given(

@@ -165,6 +165,11 @@ def test_a_report_and_a_notebooks_cell(name, word):
     assert "<svg" in cell
 
 
+def test_its_summary_needs_no_plan():
+    expected = "<MemoryStudy of Sequential, AdamW, batch 128, on h200>"
+    assert repr(study_of("mlp")) == expected
+
+
 def test_the_optimizers_hooks_are_counted():
     """What clips gradients needs all of them at once, unless they leave."""
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import mucudnn.torch as mt
 from mucudnn.errors import PlanningError, UnsupportedError
+from mucudnn.ir.sizes import format_bytes
 from mucudnn.passes.planning.request import plan_residency
 from mucudnn.passes.residency import Residency, saved_tensors
 from mucudnn.torch.execution import copies, program
@@ -196,6 +197,19 @@ def test_the_plan_says_what_it_does():
     assert plan.leaving
     assert plan.slowdown >= 1.0
     assert "copy_out" in plan.source
+
+
+def test_a_step_has_a_summary():
+    model, loss_fn, batch = build("mlp")
+    step = mt.train_step(model, loss_fn, sgd(model), budget="64MiB")
+    start = "<TrainStep of Sequential, SGD, budget 64.0 MiB: "
+    assert repr(step) == f"{start}0 steps, not planned>"
+    step(*batch)
+    assert repr(step) == f"{start}1 step, peak {format_bytes(step.plan.peak_bytes)}>"
+    assert "SGD, budget 50%: " in repr(
+        mt.train_step(model, loss_fn, sgd(model), budget="50%")
+    )
+    assert "SGD, no budget: " in repr(mt.train_step(model, loss_fn, sgd(model)))
 
 
 def test_bad_input_is_said():

@@ -3,16 +3,19 @@
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 
 import click
 
-from mucudnn.cli.app import Commands
+from mucudnn.cli.app import BadInputError, Commands
 from mucudnn.cli.options import cache_option, group, json_option, open_cache, option
 from mucudnn.cli.output import emit, recording_file
 from mucudnn.cli.progress import progress_display
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import format_bytes, format_count
 from mucudnn.report.text import Table, write_tables
 
+_entries = partial(format_count, one="entry", several="entries")
+_rows = partial(format_count, one="measurement")
 _options = group(cache_option, json_option)
 
 
@@ -38,9 +41,9 @@ def list_(cache_path: str | None, json_file: str | None) -> None:
         for d in devices
     )
     columns = (">convolutions", ">measurements", "oldest", "newest", "device")
-    notes = [f"{races} races between kernels"] if races else []
+    notes = [f"{format_count(races, 'race')} between kernels"] if races else []
     for kind, (count, nbytes) in entries.items():
-        notes.append(f"{count} entries of kind {kind}, {format_bytes(nbytes)}")
+        notes.append(f"{_entries(count)} of kind {kind}, {format_bytes(nbytes)}")
     table = Table(where, columns, rows, notes=tuple(notes))
     data = {
         "path": where,
@@ -66,7 +69,7 @@ def export(file: str, cache_path: str | None, json_file: str | None) -> None:
         show(f"writing {file}", 0, 1)
         rows = found.export_json(file)
     data = {"file": file, "measurements": rows}
-    emit(json_file, data, lambda: click.echo(f"{rows} measurements written to {file}"))
+    emit(json_file, data, lambda: click.echo(f"{_rows(rows)} written to {file}"))
 
 
 @cache.command("import")
@@ -78,7 +81,7 @@ def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
         show(f"reading {file}", 0, 1)
         rows = found.import_json(file)
     data = {"file": file, "measurements": rows}
-    emit(json_file, data, lambda: click.echo(f"{rows} measurements added from {file}"))
+    emit(json_file, data, lambda: click.echo(f"{_rows(rows)} added from {file}"))
 
 
 @cache.command("clear")
@@ -87,11 +90,17 @@ def import_(file: str, cache_path: str | None, json_file: str | None) -> None:
 def clear(device: str | None, cache_path: str | None, json_file: str | None) -> None:
     """Delete stored measurements and, without --device, also plans."""
     with open_cache(cache_path) as found:
+        known = found.fingerprints()
+        if device is not None and device not in known and not found.races(device):
+            raise BadInputError(
+                f"the cache has no measurements of the device {device!r}; it has: "
+                f"{'; '.join(known) or 'none'}"
+            )
         rows = found.clear(device)
         entries = 0 if device else found.entries.clear()
     data = {"measurements": rows, "entries": entries}
-    others = f" and {entries} entries of other kinds" if entries else ""
-    emit(json_file, data, lambda: click.echo(f"{rows} measurements{others} deleted"))
+    others = f" and {_entries(entries)} of other kinds" if entries else ""
+    emit(json_file, data, lambda: click.echo(f"{_rows(rows)}{others} deleted"))
 
 
 @cache.command("path")

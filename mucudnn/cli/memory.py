@@ -334,6 +334,10 @@ def _study(ctx: click.Context, model: str, settings: dict[str, Any]) -> "MemoryS
         )
     asked_more = any(opt.chosen(settings, "max_batch min_budget slowdown").values())
     spec = _step(ctx, model, settings)
+    measured = device == _CPU and isinstance(spec, StepSpec)
+    if settings["cache_path"] not in (None, "none") and not measured:
+        words = f"--cache is used only for built-in networks with --device {_CPU}"
+        click.echo(f"mucudnn: warning: {words}", err=True)
     # Images larger than the device are refused before their step is planned for long.
     if device != _CPU and (image := settings["image"]) is not None:
         sides = image * 2 if len(image) == 1 else image

@@ -20,6 +20,7 @@ from mucudnn.cli.progress import Remaining, Show, TrainingWords, progress_displa
 from mucudnn.cli.train_ranks import Group, group_of, own_settings, step_point
 from mucudnn.ir.fleet import StepPoint
 from mucudnn.ir.optimizers import parse_learning_rate
+from mucudnn.ir.sizes import format_count
 from mucudnn.report.text import bytes_text, ms_text
 
 if TYPE_CHECKING:
@@ -110,18 +111,27 @@ class _Training:
         self, model: str, settings: Mapping[str, Any], group: Group | None
     ) -> None:
         self._model = model
-        self._settings = settings
         self._group = group
         self.leads = group is None or group.leads
         from mucudnn.cli.train_data import work_of
+
+        self._checkpoints, self._resume = self._open_checkpoints(settings)
+        # A training on synthetic data is continued on as much of it.
+        data = "" if self._resume is None else str(self._resume.words.get("data"))
+        if settings["data"] == "synthetic" and data.startswith("synthetic:"):
+            settings = {**settings, "data": data}
+        self._settings = settings
 
         self._make_work = partial(work_of, model, settings)
         with self._display(1) as show:
             show("reading the data", 0, 1)
             self._work = self._own_work(show)
-        self._optimizer = train_options.optimizer_of(settings)
+        self._optimizer = train_options.optimizer_of(settings, self._work.training)
         self._words = train_options.words_of(self._work, self._optimizer, settings)
-        self._checkpoints, self._resume = self._open_checkpoints()
+        if (found := self._resume) is not None:
+            train_options.check_resumable(
+                settings["checkpoint"], found, self._words, quiet=not self.leads
+            )
         self._reports: dict[int, EpochReport] = {}
         self._ranks: Sequence[RankResult] = ()
 
@@ -133,7 +143,7 @@ class _Training:
         tuner = make_tuner(settings)
 
         def measure(images: int) -> StepPoint:
-            show(f"measuring a step of {images} images", 0, 1)
+            show(f"measuring a step of {format_count(images, 'image')}", 0, 1)
             return step_point(self._make_work(images).training, tuner, settings)
 
         with tuner.cache:
@@ -241,7 +251,8 @@ class _Training:
     def show(self) -> None:
         """Print the last lines: results, and the latest checkpoint."""
         click.echo(
-            f"{self._trainer.steps:,} steps, {ms_text(self._trainer.step_ms)} ms each; "
+            f"{format_count(self._trainer.steps, 'step')}, "
+            f"{ms_text(self._trainer.step_ms)} ms each; "
             f"{bytes_text(self._trainer.peak_bytes)} of memory"
         )
         placed = self._trainer.placed
@@ -258,17 +269,19 @@ class _Training:
         if self._checkpoints is not None and (steps := self._checkpoints.steps()):
             click.echo(f"checkpoint of step {steps[0]} in {self._checkpoints.folder}")
 
-    def _open_checkpoints(self) -> "tuple[Checkpoints | None, Checkpoint | None]":
+    def _open_checkpoints(
+        self, settings: Mapping[str, Any]
+    ) -> "tuple[Checkpoints | None, Checkpoint | None]":
         from mucudnn.runtime.training.checkpoints import Checkpoints
 
-        folder = self._settings["checkpoint"]
+        folder = settings["checkpoint"]
         if folder is None:
             return None, None
         with bad_input():
             checkpoints = Checkpoints(folder)
         refuse_unwritable(folder)
-        if self._settings["resume"]:
-            found = checkpoints.load(self._words)
+        if settings["resume"]:
+            found = checkpoints.load()
             if found is None and self.leads:
                 click.echo(
                     f"mucudnn: {folder} has no checkpoint; training starts at step 0",
@@ -330,7 +343,8 @@ class RankResult:
     def __str__(self) -> str:
         of = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
         return (
-            f"{self.samples} images, {ms_text(self.compute_ms)} ms without waiting; "
+            f"{format_count(self.samples, 'image')}, "
+            f"{ms_text(self.compute_ms)} ms without waiting; "
             f"{bytes_text(self.peak_bytes)}{of}"
         )
 

@@ -13,6 +13,7 @@ from mucudnn.backends import Device
 from mucudnn.cli import options as opt
 from mucudnn.cli.app import BadInputError, bad_input
 from mucudnn.cli.output import STDOUT, output_file, refuse_unwritable
+from mucudnn.ir.graph import Graph
 from mucudnn.ir.optimizers import (
     DYNAMIC,
     Momentum,
@@ -38,6 +39,7 @@ def log_file(value: str) -> str:
     return value
 
 
+_RATE_WITHOUT_NORM = 0.01  # the rate of AlexNet's and VGG's papers
 _MOST_REAL = 1e30  # within float32, with room to multiply
 
 
@@ -105,7 +107,8 @@ learning_options = opt.section(
     opt.optimizer_option,
     opt.option(
         "--lr RATE",
-        "Highest learning rate; by default the optimizer's usual one.",
+        "Highest learning rate; by default the optimizer's usual one, and with "
+        "momentum 0.01 for networks without batch norm.",
         opt.real(0, _MOST_REAL, beyond=True),
     ),
     opt.option(
@@ -263,15 +266,19 @@ def step_arguments(settings: Mapping[str, Any], device: Device) -> dict[str, Any
     return {**shared, "fuse": not settings["no_fuse"], "budget": budget}
 
 
-def optimizer_of(settings: Mapping[str, Any]) -> Optimizer:
-    """Return the optimizer with its settings."""
+def optimizer_of(settings: Mapping[str, Any], graph: Graph) -> Optimizer:
+    """Return the optimizer of a network with its settings."""
+    rate, momentum = settings["lr"], settings["momentum"]
     with bad_input():
         optimizer = parse_optimizer(
             settings["optimizer"],
-            learning_rate=settings["lr"],
+            learning_rate=rate,
             weight_decay=settings["weight_decay"],
         )
-    momentum = settings["momentum"]
+    # Without batch norm, 0.1 diverges: LeNet's loss is nan after eight steps.
+    normalized = any(node.op == "batch_norm" for node in graph.nodes)
+    if rate is None and isinstance(optimizer, Momentum) and not normalized:
+        optimizer = replace(optimizer, learning_rate=_RATE_WITHOUT_NORM)
     if momentum is None:
         return optimizer
     if not isinstance(optimizer, Momentum):
@@ -290,7 +297,7 @@ def words_of(
 ) -> dict[str, Any]:
     """Return the settings that a checkpoint must agree with to be resumed.
 
-    A cosine schedule depends on the last step; other schedules may be extended.
+    Only the last step, on which a cosine schedule depends, may change.
     """
     schedule = settings["lr_schedule"]
     return {
@@ -301,6 +308,20 @@ def words_of(
         **({"loss_scale": DYNAMIC} if settings["loss_scale"] == DYNAMIC else {}),
         **({"steps": total_steps(work, settings)} if schedule == "cosine" else {}),
     }
+
+
+def check_resumable(
+    folder: str, found: "Checkpoint", words: Mapping[str, Any], *, quiet: bool
+) -> None:
+    """Refuse a checkpoint of another training; only its last step may differ."""
+    from mucudnn.runtime.training.checkpoints import check_words
+
+    last, was = words.get("steps"), found.words.get("steps")
+    changed = last is not None and was not in (None, last)
+    check_words(Path(folder), found, {**words, "steps": was} if changed else words)
+    if changed and not quiet:
+        notice = f"the cosine schedule now ends at step {last} instead of {was}"
+        click.echo(f"mucudnn: {notice}", err=True)
 
 
 _TITLES = {"step": "train", "evaluation": "test", "epoch": "epoch"}

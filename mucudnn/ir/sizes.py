@@ -61,6 +61,11 @@ def exact_bytes(nbytes: int) -> str:
     return exact if nbytes < 1024 else f"{format_bytes(nbytes)} ({exact})"
 
 
+def format_count(number: int, one: str, several: str = "") -> str:
+    """Format a number of things: `1 step`, or `2 steps`; `several` if not by an s."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
 def parse_bytes(size: str | int) -> int:
     """Return a size in whole bytes, rounded down; integers are bytes."""
     if not isinstance(size, str):

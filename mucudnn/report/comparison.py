@@ -322,6 +322,7 @@ def _limits(limits: Iterable[int], x: Scale) -> Iterator[Markup]:
         yield tag("line", class_="limit", x1=at, x2=at, y1=top + 3, y2=_FRAME.bottom)
         text = bytes_text(limit)
         anchor = "end" if at > _FRAME.right - 24 else "mid"
+        anchor = anchor if at > _FRAME.left else "start"  # beside the unit of times
         where = min(at + 4, _WIDTH) if anchor == "end" else at
         yield tag("text", text, class_=f"limit-name {anchor}", x=where, y=top)
 

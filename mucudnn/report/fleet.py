@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from mucudnn.ir.sizes import format_count
 from mucudnn.passes.load_balancing import FleetPlan
 from mucudnn.report.page import SHEETS, header, page, rendered
 from mucudnn.report.svg import Frame, Markup, Scale, box, drawing, linear_scale, tag
@@ -21,8 +22,8 @@ _MOST_LANES = 24
 
 def fleet_heading(study: FleetStudy) -> str:
     """Return model, batch and number of devices."""
-    count = len(study.fleet.ranks)
-    return f"{study.title}, {study.plan.batch} samples on {count} devices"
+    devices = format_count(len(study.fleet.ranks), "device")
+    return f"{study.title}, {format_count(study.plan.batch, 'sample')} on {devices}"
 
 
 def fleet_facts(study: FleetStudy) -> str:
@@ -185,7 +186,7 @@ def _lane(plan: FleetPlan, names: str, i: int, x: Scale, y: float) -> Iterator[M
     text = f"{names}: {share.samples}"
     yield tag("text", text, class_="tick end", x=_LEFT - 8, y=y + 15)
     for kind, start, stop, what in (
-        ("heavy", 0.0, share.time_ms, f"{share.samples} samples"),
+        ("heavy", 0.0, share.time_ms, format_count(share.samples, "sample")),
         ("stall", share.time_ms, plan.compute_ms, "waits"),
         ("copy-out", plan.compute_ms, plan.step_ms, "all-reduce"),
     ):

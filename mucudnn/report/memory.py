@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from mucudnn.ir.sizes import format_count
 from mucudnn.passes.planning.plan_step import PolicyResult, best_technique
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import PLANNED
@@ -42,7 +43,7 @@ QUEUES = {
 
 def heading(study: MemoryStudy) -> str:
     """Return the step and the device in a line."""
-    image = "×".join(map(str, study.image))
+    image = "×".join(map(str, study.image)) or "1"
     return (
         f"{study.spec.title}, batch {study.spec.batch}, {image}, "
         f"{study.kind}; {study.device}"
@@ -198,7 +199,7 @@ def _scaling(study: MemoryStudy) -> Table:
     columns = ("GPUs", "best", ">peak of each", ">step ms", ">samples/s", ">waits ms")
     title = (
         f"the fastest way within {budget_text(study)} of each GPU, "
-        f"{study.spec.batch} samples on each"
+        f"{format_count(study.spec.batch, 'sample')} on each"
     )
     return Table(title, columns, rows)
 
@@ -252,9 +253,9 @@ def _throughput(study: MemoryStudy) -> Table:
 def memory_report(study: MemoryStudy) -> str:
     """Return the file as text."""
     title = f"{study.spec.title} within {budget_text(study)}"
-    image = "×".join(map(str, study.image))
+    image = "×".join(map(str, study.image)) or "1"
     facts = (
-        f"Batch {study.spec.batch}, images of {image}, "
+        f"Batch {study.spec.batch}, inputs of {image}, "
         f"{study.parameters:,} parameters, "
         f"{study.kind}; node order: "
         f"{name_of(study.spec.order)}; {study.device}"
@@ -286,7 +287,8 @@ def memory_body(study: MemoryStudy) -> Markup:
         least_ms=study.least_ms.get(study.budget),
         rival=rival,
         placed=placed_words(study),
-        techniques=technique_table(study),
+        techniques=memory_tables(study)[0],
+        tables=memory_tables(study)[1:],
         faint={i for i, t in enumerate(study.techniques) if not t.fits},
         speeds=speed_chart(speed_series(study)) if several else None,
         kinds=KINDS,

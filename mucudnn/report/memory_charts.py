@@ -32,14 +32,15 @@ from mucudnn.report.svg import (
     steps_path,
     tag,
 )
-from mucudnn.report.text import bytes_text, ms_text
+from mucudnn.report.text import bytes_text, ms_text, places_text
 from mucudnn.report.trace import lanes_of
 
 WIDTH = 1000.0
-_FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=250.0)
+_FRAME = Frame(left=56.0, right=982.0, top=26.0, bottom=250.0)
 _LANE, _LANE_GAP, _LANES_LEFT = 30.0, 12.0, 140.0
 _THINNEST = 0.5
 _LABEL_ROOM = 15.0
+_NAMES = 3  # of equal lines: more may not fit on either side of a point
 
 
 def memory_chart(plan: StepPlan, unbounded: StepPlan, budget: int) -> Markup:
@@ -243,8 +244,8 @@ def speed_chart(
         f"Speed against budget. {parts}",
         frame.vertical(y, "% of the speed without a budget", 0.01),
         frame.horizontal(x, f"budget, {unit}", size),
-        labels(_speed_names(series, x, y), frame, marks),
         (_speed_line(i, one, x, y) for i, one in order),
+        labels(_speed_names(series, x, y), frame, marks),
     )
 
 
@@ -256,7 +257,7 @@ def _speed_names(series: Sequence[Series], x: Scale, y: Scale) -> Iterator[Label
             same.setdefault(tuple(sorted(one.points)), []).append(i)
     for points, members in same.items():
         budget, speed = points[0]
-        text = ", ".join(series[i].name for i in members)
+        text = places_text([series[i].name for i in members], _NAMES)
         strong = " strong" if any(series[i].strong for i in members) else ""
         class_ = f"label a{members[0] % COLOURS}{strong}"
         yield Label(x(budget), y(speed) + 3.5, text, left=True, class_=class_)
@@ -281,7 +282,7 @@ def _speed_line(index: int, one: Series, x: Scale, y: Scale) -> Iterable[Markup]
 
 
 _NAMED = 60
-_STACK_FRAME = Frame(left=56.0, right=990.0, top=26.0, bottom=330.0)
+_STACK_FRAME = Frame(left=56.0, right=982.0, top=26.0, bottom=330.0)
 _LETTER, _LINE = 5.6, 11.0
 
 KINDS = {
@@ -365,10 +366,13 @@ def _layers(graph: Graph, intervals: Sequence[Interval], bottom: int) -> list[_L
     def kind(interval: Interval) -> str:
         if "~" in interval.name:
             return "again"
-        node = graph.producers.get(interval.name)
-        if graph.tensors[interval.name].role is Role.GRADIENT:
+        role = graph.tensors[interval.name].role
+        if role in (Role.PARAMETER, Role.STATE):
+            return "state"
+        if role is Role.GRADIENT:
             return "gradient"
         # PyTorch's graphs have one role for all results; the phase tells them apart.
+        node = graph.producers.get(interval.name)
         return _OF_PHASE[Phase.FORWARD if node is None else node.phase]
 
     layers = [_Layer(interval, kind(interval)) for interval in largest[:_NAMED]]

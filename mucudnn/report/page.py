@@ -9,6 +9,7 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from mucudnn.ir.sizes import format_count
 from mucudnn.report.svg import Child, Markup, box, drawing, flat
 from mucudnn.report.text import (
     DIRECTIONS,
@@ -114,6 +115,7 @@ def _template(name: str) -> Template:
     environment.globals |= {
         "DIRECTIONS": DIRECTIONS,
         "bytes_text": bytes_text,
+        "format_count": format_count,
         "ms_text": ms_text,
         "speedup_text": speedup_text,
         "swatches": swatches,

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TextIO
 
 from mucudnn.ir.conv import ConvPlan, ConvProblem, Direction
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import format_bytes, format_count
 from mucudnn.studies.convolutions import Comparison, Limit, LimitSummary
 
 _FASTER = 1.05
@@ -160,10 +160,10 @@ def _reasons(comparison: Comparison) -> list[str]:
     return [f"{reason}: {places_text(places)}" for reason, places in found.items()]
 
 
-def places_text(places: Sequence[str]) -> str:
+def places_text(places: Sequence[str], most: int = _MOST_PLACES) -> str:
     """List the first places and count further ones."""
-    more = len(places) - _MOST_PLACES
-    return ", ".join([*places[:_MOST_PLACES], *([f"{more} more"] if more > 0 else [])])
+    more = len(places) - most
+    return ", ".join([*places[:most], *([f"{more} more"] if more > 0 else [])])
 
 
 def _summary(comparison: Comparison) -> Table:
@@ -318,7 +318,7 @@ def ms_text(time_ms: float | None) -> str:
 def compared_text(entry: LimitSummary) -> str:
     """Summarize as `1 of 15 layers compared; 14 not measured: time limit`."""
     missing = sum(n for _, n in entry.missing)
-    text = f"{entry.layers} of {entry.layers + missing} layers compared"
+    text = f"{entry.layers} of {format_count(entry.layers + missing, 'layer')} compared"
     if not missing:
         return text
     what = "not measured" if entry.cut_short else "without a speed-up"

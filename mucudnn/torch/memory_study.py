@@ -344,6 +344,13 @@ class MemoryStudy:
         """
         return html_of((self.described(), self._usual(budget)), whole=True)
 
+    def __repr__(self) -> str:
+        """Return a summary without planning; `print` shows peaks and slowdowns."""
+        return (
+            f"<MemoryStudy of {self._title}, {type(self._step.optimizer).__name__}, "
+            f"batch {self._step.size}, on {self._device}>"
+        )
+
     def __str__(self) -> str:
         here = self._device == _CPU
         where = "this machine's CPU" if here else get_device(self._device).title

@@ -9,7 +9,7 @@ import torch
 
 from mucudnn.ir.conv import ConvPlan
 from mucudnn.ir.schedule import SwapIn, SwapOut
-from mucudnn.ir.sizes import exact_bytes, format_bytes
+from mucudnn.ir.sizes import exact_bytes, format_bytes, format_count
 from mucudnn.notebook import html_of
 from mucudnn.passes.planning.split_search import SplitDecision
 from mucudnn.passes.scheduling.problem import origin
@@ -192,10 +192,10 @@ class TorchPlan:
             f"time without a limit{gap_words}",
             f"resident between steps: {format_bytes(self.resident_bytes)}; the caller "
             f"holds {format_bytes(self.given_bytes)} more",
-            f"offloaded: {_counted(offloaded, 'tensor')}, "
+            f"offloaded: {format_count(len(offloaded), 'tensor')}, "
             f"{format_bytes(prediction.out_bytes)} out and "
             f"{format_bytes(prediction.in_bytes)} back{_some(offloaded)}",
-            f"recomputed: {_counted(recomputed, noun)}"
+            f"recomputed: {format_count(len(recomputed), noun)}"
             f"{f', {times} times in all' if times > len(recomputed) else ''}"
             f"{_some(recomputed)}",
             *self._timeline(),
@@ -203,11 +203,12 @@ class TorchPlan:
         if prediction.placement is not None:
             lines.append(str(prediction.placement))
         if self.kernels:
-            lines.append(f"both passes consist of {self.kernels} kernels of Inductor")
+            kernels = format_count(self.kernels, "kernel")
+            lines.append(f"both passes consist of {kernels} of Inductor")
         if plans := self.convolutions:
             kinds = sorted(Counter(map(_kind, plans.values())).items())
             found = ", ".join(f"{count} {kind}" for kind, count in kinds)
-            lines.append(f"{len(plans)} convolutions: {found}")
+            lines.append(f"{format_count(len(plans), 'convolution')}: {found}")
         if self.own_update is not None:
             lines.append(
                 f"update: eager, after the planned passes, within "
@@ -276,10 +277,6 @@ class TorchPlan:
 
 def _column(ms: float, step_ms: float) -> int:
     return min(int(_COLUMNS * ms / step_ms), _COLUMNS - 1)
-
-
-def _counted(names: Mapping[str, int], noun: str) -> str:
-    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'}"
 
 
 def _kind(plan: ConvPlan) -> str:

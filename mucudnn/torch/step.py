@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from mucudnn.arguments import check_bool, check_choice, check_integer
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
+from mucudnn.ir.sizes import format_bytes, format_count
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tiers import TierChoice
@@ -387,6 +388,19 @@ class TrainStep:
         self._fits: bool | None = None  # the budget holds eager mode, once known
         self._warned: set[str] = set()
         self._commit = StepCommit(optimizer)
+
+    def __repr__(self) -> str:
+        """Return `<TrainStep of ResNet, Adam, budget 2.0 GiB: 9 steps, peak …>`."""
+        limit, peak = "no budget", "not planned"
+        if self._automatic is not None:
+            limit = f"budget {self._automatic.text}"
+        elif math.isfinite(self._budget):
+            limit = f"budget {format_bytes(int(self._budget))}"
+        if self._last is not None:
+            peak = f"peak {format_bytes(self._last.plan.peak_bytes)}"
+        names = f"{type(self._model).__name__}, {type(self._optimizer).__name__}"
+        steps = format_count(self._steps, "step")
+        return f"<TrainStep of {names}, {limit}: {steps}, {peak}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -12,7 +12,7 @@ from math import inf
 
 from mucudnn.ir.conv import AlgoPerf, ConvPlan, PerfTable, problem_text
 from mucudnn.ir.numerics import RowStatus
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import format_bytes, format_count
 from mucudnn.passes.convolution.pareto import (
     candidates,
     fastest_undivided,
@@ -100,14 +100,15 @@ def _plan_lines(
     if whole is not None:
         mine = trial is not None and trial.plan == plan
         gain = "," + _gain(whole, trial if trial and mine else Trial(plan))
+    parts = format_count(len(plan.steps), "micro-batch", "micro-batches")
     yield (
-        f"- The plan runs {len(plan.steps)} micro-batches in {plan.time_ms:.4g} ms "
+        f"- The plan runs {parts} in {plan.time_ms:.4g} ms "
         f"and {_size(plan.workspace)}{gain}:"
     )
     for step, same in groupby(plan.steps):
         yield (
-            f"    {len(list(same))} × {step.batch} samples by {step.algo}, "
-            f"{step.time_ms:.4g} ms each, {_size(step.workspace)}"
+            f"    {len(list(same))} × {format_count(step.batch, 'sample')} by "
+            f"{step.algo}, {step.time_ms:.4g} ms each, {_size(step.workspace)}"
         )
 
 
@@ -197,7 +198,7 @@ def _failure_lines(table: PerfTable) -> Iterator[str]:
     for (algo, error), rows in groupby(failed, key=lambda row: row[:2]):
         sizes = sorted(batch for *_, batch in rows)
         where = (
-            f"at {sizes[0]} samples"
+            f"at {format_count(sizes[0], 'sample')}"
             if len(sizes) == 1
             else f"at {len(sizes)} sizes from {sizes[0]} to {sizes[-1]}"
         )
@@ -240,8 +241,7 @@ def left_out(perfs: Iterable[AlgoPerf]) -> tuple[tuple[str, str], ...]:
 
 def _number(failures: Iterable[tuple[str, str]]) -> str:
     """Return a count of distinct algorithms: `12 algorithms`."""
-    number = len({algo for algo, _ in failures})
-    return f"{number} algorithm{'' if number == 1 else 's'}"
+    return format_count(len({algo for algo, _ in failures}), "algorithm")
 
 
 def _shortened(reason: str) -> str:

@@ -20,7 +20,7 @@ from mucudnn.ir.schedule import (
     SwapOut,
     Wait,
 )
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import format_bytes, format_count
 from mucudnn.notebook import html_of
 from mucudnn.passes.liveness import rounded
 from mucudnn.passes.scheduling.intervals import ResidencyInterval, emit, least_occupancy
@@ -122,7 +122,7 @@ class StepPlan:
             f"{format_bytes(self.peak_bytes)} at most, "
             f"{self.prediction.step_ms:.3g} ms, "
             f"{format_bytes(self.prediction.out_bytes)} out, "
-            f"{self.recomputed} nodes again"
+            f"{format_count(self.recomputed, 'node')} again"
             + ("" if self.gap is None else f", at most {self.gap:.1%} above the best")
             + ")"
         )

@@ -137,7 +137,7 @@ class Checkpoints:
                 complaints.append(f"step {step}: {e}")
                 continue
             if words is not None:
-                self._check_words(checkpoint, words)
+                check_words(self.folder, checkpoint, words)
             if complaints:
                 warnings.warn(
                     f"a checkpoint in {self.folder} is damaged ({complaints[0]}); "
@@ -174,21 +174,6 @@ class Checkpoints:
             raise ValueError(f"{path.name} states that it is of step {header['step']}")
         return Checkpoint(step, arrays, header["words"], header["progress"])
 
-    def _check_words(self, found: Checkpoint, words: Mapping[str, Any]) -> None:
-        asked = json.loads(json.dumps(dict(words)))
-        for name in dict.fromkeys([*asked, *found.words]):
-            mine, theirs = asked.get(name), found.words.get(name)
-            if mine != theirs:
-                was, now = (
-                    "not stated" if value is None else repr(value)
-                    for value in (theirs, mine)
-                )
-                raise CheckpointError(
-                    f"the checkpoint in {self.folder} is of another training: its "
-                    f"{name} is {was}, this one's is {now}; continue with the same "
-                    "settings or name another folder"
-                )
-
     def _delete_old(self, newest: int) -> None:
         """Delete outdated checkpoints and the partial files of a crash."""
         steps = self._steps(_SUFFIX)
@@ -220,6 +205,23 @@ class Checkpoints:
 
     def _path(self, step: int, suffix: str = _SUFFIX) -> Path:
         return self.folder / f"step-{step:08}{suffix}"
+
+
+def check_words(folder: Path, found: Checkpoint, words: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of a training with other settings."""
+    asked = json.loads(json.dumps(dict(words)))
+    for name in dict.fromkeys([*asked, *found.words]):
+        mine, theirs = asked.get(name), found.words.get(name)
+        if mine != theirs:
+            was, now = (
+                "not stated" if value is None else repr(value)
+                for value in (theirs, mine)
+            )
+            raise CheckpointError(
+                f"the checkpoint in {folder} is of another training: its "
+                f"{name} is {was}, this one's is {now}; continue with the same "
+                "settings or name another folder"
+            )
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from mucudnn.ir.optimizers import (
     rate_of,
 )
 from mucudnn.ir.schedule import PLACEMENTS, STATIC
-from mucudnn.ir.sizes import format_bytes
+from mucudnn.ir.sizes import format_bytes, format_count
 from mucudnn.passes.graph.autodiff import LOSS_SCALE
 from mucudnn.passes.graph.precision import LOSS_SCALES
 from mucudnn.passes.graph.training_step import (
@@ -323,7 +323,7 @@ class Trainer:
         return (
             f"<Trainer of {self.graph.parameter_count:,} parameters, "
             f"batch {self.batch}, on {self.backend.name}, {limit}, "
-            f"{self.steps:,} steps done>"
+            f"{format_count(self.steps, 'step')} done>"
         )
 
     def __enter__(self) -> Self:
