@@ -201,6 +201,45 @@ def drawing():
     return Drawing(), functional.cross_entropy, batch
 
 
+class Factored(nn.Linear):
+    """A factorization, whose check fails for most matrices."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.linalg.cholesky(y.T @ y + torch.eye(4)).mean(1)
+
+
+def factored():
+    torch.manual_seed(0)
+    batch = torch.randn(8, 6), torch.randn(4)
+    return Factored(6, 4), functional.mse_loss, batch
+
+
+class Shifted(nn.Linear):
+    """A number added to the loss, whose gradient is the loss's."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return super().forward(x).square().mean(), self.shift
+
+
+def shifted(trained=True):
+    torch.manual_seed(0)
+    model = Shifted(6, 4)
+    for parameter in (model.weight, model.bias):
+        parameter.requires_grad_(trained)
+    batch = torch.randn(8, 6), torch.randn(1)
+    return model, lambda out, y: out[0] * y.mean() + out[1], batch
+
+
+def shifted_only():
+    """A backward half without kernels."""
+    return shifted(trained=False)
+
+
 def case(name):
     torch.manual_seed(0)
     return QUICK[name]()
@@ -363,7 +402,15 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
 
 
 @pytest.mark.parametrize(
-    "made", [cached, random_depth, *(partial(case, name) for name in OF_FUNCTIONS)]
+    "made",
+    [
+        cached,
+        random_depth,
+        factored,
+        shifted,
+        shifted_only,
+        *(partial(case, name) for name in OF_FUNCTIONS),
+    ],
 )
 def test_what_functions_read_and_return_is_known(made):
     expected = compiled(made, sgd)
@@ -513,32 +560,14 @@ def test_a_compiled_step_stores_its_detached_weights():
     assert not model.stored.requires_grad
 
 
-class Factored(nn.Linear):
-    def forward(self, x):
-        y = super().forward(x)
-        return torch.linalg.cholesky(y.T @ y + torch.eye(4)).square().mean()
-
-
-def factored():
-    return Factored(6, 4), lambda loss: loss, (torch.randn(8, 6),)
-
-
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        (QUICK["grouped_products"], "Inductor cannot trace"),
-        (factored, "fails for the values that it is measured with: .*cholesky"),
-    ],
-    ids=["traced", "measured"],
-)
-def test_what_cannot_be_compiled_runs_operation_by_operation(case, reason):
+def test_what_cannot_be_compiled_runs_operation_by_operation():
     """PyTorch's model of grouped products takes no float32."""
-    model, loss_fn, batch = case()
+    model, loss_fn, batch = QUICK["grouped_products"]()
     losses = []
     for inductor in (False, True):
         mine = copy.deepcopy(model)
         step = mt.train_step(mine, loss_fn, sgd(mine), inductor=inductor, cache=None)
-        says = f"operation by operation: .*{reason}"
+        says = "operation by operation: .*Inductor cannot trace"
         with pytest.warns(UserWarning, match=says) if inductor else nullcontext():
             losses.append([step(*batch).item() for _ in range(STEPS)])
     assert losses[0] == losses[1]
