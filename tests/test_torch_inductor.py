@@ -215,6 +215,20 @@ def factored():
     return Factored(6, 4), functional.mse_loss, batch
 
 
+class Selecting(nn.Linear):
+    """A layer that is given no rows, too."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, super().forward(y[:0].relu()).square().sum()
+
+
+def selecting():
+    torch.manual_seed(0)
+    batch = torch.randn(8, 6), torch.randn(8, 6)
+    return Selecting(6, 6), lambda out, y: (out[0] - y).square().mean() + out[1], batch
+
+
 class Shifted(nn.Linear):
     """A number added to the loss, whose gradient is the loss's."""
 
@@ -407,6 +421,7 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
         cached,
         random_depth,
         factored,
+        selecting,
         shifted,
         shifted_only,
         *(partial(case, name) for name in OF_FUNCTIONS),
