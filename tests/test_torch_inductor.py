@@ -588,6 +588,28 @@ def test_what_cannot_be_compiled_runs_operation_by_operation():
     assert losses[0] == losses[1]
 
 
+def test_a_batch_that_is_not_compiled_leaves_others_compiled():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * x.sum().item() if len(x) == 8 else y
+
+    model = Scaled(4, 4)
+    step = mt.train_step(
+        model, functional.mse_loss, sgd(model), inductor=True, cache=None
+    )
+    kernels = []
+    for size in (6, 8, 5):
+        x = torch.randn(size, 4)
+        says = pytest.warns(UserWarning, match=r"\[8, 4\].* operation by operation")
+        with says if size == 8 else nullcontext():
+            step(x, x)
+        kernels.append(step.plan.kernels)
+    assert kernels[0]
+    assert kernels[1] == 0
+    assert kernels[2]
+
+
 def test_accumulated_gradients_are_those_of_a_loop_over_a_compiled_model():
     expected = compiled(noisy, sgd, parts=2)
     free, free_step = planned(noisy, sgd, accumulate=2)
