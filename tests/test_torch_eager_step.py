@@ -285,6 +285,16 @@ def test_gradients_of_what_the_loss_closes_over_stay():
     assert not any(map(torch.equal, before, model.parameters()))
 
 
+def test_a_loss_may_be_a_parameter():
+    model = nn.BatchNorm1d(1)
+    model.bias.grad = marker = torch.full((1,), 7.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    batch = Batch.of((torch.randn(3, 1),), {})
+    run_eager_step(model, lambda _: model.bias, optimizer, batch, StepSettings())
+    assert model.bias.item() == -0.5
+    assert model.bias.grad is marker
+
+
 @pytest.mark.parametrize("optimizer_of", [lbfgs, Sharpened])
 def test_a_scaler_and_a_closure_are_refused_in_our_words(optimizer_of):
     model = nn.Linear(6, 3)

@@ -201,6 +201,59 @@ def drawing():
     return Drawing(), functional.cross_entropy, batch
 
 
+class Factored(nn.Linear):
+    """A factorization, whose check fails for most matrices."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.linalg.cholesky(y.T @ y + torch.eye(4)).mean(1)
+
+
+def factored():
+    torch.manual_seed(0)
+    batch = torch.randn(8, 6), torch.randn(4)
+    return Factored(6, 4), functional.mse_loss, batch
+
+
+class Selecting(nn.Linear):
+    """A layer that is given no rows, too."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, super().forward(y[:0].relu()).square().sum()
+
+
+def selecting():
+    torch.manual_seed(0)
+    batch = torch.randn(8, 6), torch.randn(8, 6)
+    return Selecting(6, 6), lambda out, y: (out[0] - y).square().mean() + out[1], batch
+
+
+class Shifted(nn.Linear):
+    """A number added to the loss, whose gradient is the loss's."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return super().forward(x).square().mean(), self.shift
+
+
+def shifted(trained=True):
+    torch.manual_seed(0)
+    model = Shifted(6, 4)
+    for parameter in (model.weight, model.bias):
+        parameter.requires_grad_(trained)
+    batch = torch.randn(8, 6), torch.randn(1)
+    return model, lambda out, y: out[0] * y.mean() + out[1], batch
+
+
+def shifted_only():
+    """A backward half without kernels."""
+    return shifted(trained=False)
+
+
 def case(name):
     torch.manual_seed(0)
     return QUICK[name]()
@@ -363,7 +416,16 @@ def test_budgets_of_one_compilation_have_the_bits_of_torch_compile(
 
 
 @pytest.mark.parametrize(
-    "made", [cached, random_depth, *(partial(case, name) for name in OF_FUNCTIONS)]
+    "made",
+    [
+        cached,
+        random_depth,
+        factored,
+        selecting,
+        shifted,
+        shifted_only,
+        *(partial(case, name) for name in OF_FUNCTIONS),
+    ],
 )
 def test_what_functions_read_and_return_is_known(made):
     expected = compiled(made, sgd)
@@ -513,35 +575,39 @@ def test_a_compiled_step_stores_its_detached_weights():
     assert not model.stored.requires_grad
 
 
-class Factored(nn.Linear):
-    def forward(self, x):
-        y = super().forward(x)
-        return torch.linalg.cholesky(y.T @ y + torch.eye(4)).square().mean()
-
-
-def factored():
-    return Factored(6, 4), lambda loss: loss, (torch.randn(8, 6),)
-
-
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        (QUICK["grouped_products"], "Inductor cannot trace"),
-        (factored, "fails for the values that it is measured with: .*cholesky"),
-    ],
-    ids=["traced", "measured"],
-)
-def test_what_cannot_be_compiled_runs_operation_by_operation(case, reason):
+def test_what_cannot_be_compiled_runs_operation_by_operation():
     """PyTorch's model of grouped products takes no float32."""
-    model, loss_fn, batch = case()
+    model, loss_fn, batch = QUICK["grouped_products"]()
     losses = []
     for inductor in (False, True):
         mine = copy.deepcopy(model)
         step = mt.train_step(mine, loss_fn, sgd(mine), inductor=inductor, cache=None)
-        says = f"operation by operation: .*{reason}"
+        says = "operation by operation: .*Inductor cannot trace"
         with pytest.warns(UserWarning, match=says) if inductor else nullcontext():
             losses.append([step(*batch).item() for _ in range(STEPS)])
     assert losses[0] == losses[1]
+
+
+def test_a_batch_that_is_not_compiled_leaves_others_compiled():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * x.sum().item() if len(x) == 8 else y
+
+    model = Scaled(4, 4)
+    step = mt.train_step(
+        model, functional.mse_loss, sgd(model), inductor=True, cache=None
+    )
+    kernels = []
+    for size in (6, 8, 5):
+        x = torch.randn(size, 4)
+        says = pytest.warns(UserWarning, match=r"\[8, 4\].* operation by operation")
+        with says if size == 8 else nullcontext():
+            step(x, x)
+        kernels.append(step.plan.kernels)
+    assert kernels[0]
+    assert kernels[1] == 0
+    assert kernels[2]
 
 
 def test_accumulated_gradients_are_those_of_a_loop_over_a_compiled_model():

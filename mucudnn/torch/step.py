@@ -370,6 +370,7 @@ class TrainStep:
         self._optimizer = optimizer
         self._budget, self._automatic = budget, automatic
         self._options = PlanOptions() if options is None else options
+        self._inductor = self._options.inductor
         self._settings = settings
         self._fallback = fallback
         self._results = KernelResults()
@@ -587,6 +588,8 @@ class TrainStep:
                 "a batch before the first step"
             )
         self._take_floats()
+        if self._compilations:  # though another batch may have been refused
+            self._options = replace(self._options, inductor=self._inductor)
         while True:
             self._commit.note_state()
             live = LiveParts(
@@ -602,7 +605,10 @@ class TrainStep:
                 raise
             except NotCompiledError as e:
                 self._options = replace(self._options, inductor=False)
-                self._warn("inductor", f"the step runs operation by operation: {e}")
+                what = "the step"
+                if self._compilations:
+                    what += f" of {batch.signature}"
+                self._warn("inductor", f"{what} runs operation by operation: {e}")
             except Exception as e:
                 if floats := self._settings.floats:
                     # Some argument must be a plain number, as a dropout's share must.

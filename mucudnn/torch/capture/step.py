@@ -860,7 +860,8 @@ def leaves_of(*results: torch.Tensor) -> Iterator[torch.Tensor]:
     A loss may close over modules, such as a discriminator, whose gradients are none of
     the step's. `backward(inputs=...)` would spare them, and refuses checkpoints.
     """
-    pending = [result.grad_fn for result in results]
+    yield from (result for result in results if result.grad_fn is None)
+    pending = [result.grad_fn for result in results if result.grad_fn is not None]
     seen = set(pending)
     while pending:
         node = pending.pop()

@@ -324,7 +324,8 @@ def compile_joint(
                 options = {"is_backward": True}
                 # Inductor chooses strides of saved values; the backward half is
                 # compiled for these, as AOTAutograd does.
-                strides = dict(zip(outputs, found.output_strides or (), strict=False))
+                own = getattr(found, "output_strides", None) or ()
+                strides = dict(zip(outputs, own, strict=False))
     except NotCompiledError:
         raise
     except Exception as e:  # Inductor may fail with any error
@@ -382,6 +383,13 @@ def half_of(
     Raises:
         NotCompiledError: Inductor returned something else than a wrapper in Python.
     """
+    inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    if not any(node.op == "call_function" for node in module.graph.nodes):
+        # Inductor returns no wrapper: the results are inputs.
+        given = ", ".join(inputs)
+        results = "".join(f"{name}, " for name in outputs)
+        text = f"def call(args):\n    [{given}] = args\n    return ({results})"
+        return CompiledHalf(text, {}, inputs, outputs)
     call = getattr(compiled, "current_callable", None)
     space = getattr(getattr(call, "__func__", call), "__globals__", None)
     source = getattr(compiled, "source_code", None)
@@ -389,5 +397,4 @@ def half_of(
         raise NotCompiledError(
             f"Inductor returned {type(compiled).__name__}, not a wrapper in Python"
         )
-    inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
     return CompiledHalf(source, space, inputs, outputs)

@@ -197,7 +197,8 @@ class KernelGraph:
             samples={
                 i: self._computed[value]
                 for i, value in enumerate(line.operands)
-                if value in self._computed
+                # A check of a factorization passes for zeros, not for drawn matrices.
+                if value in self._computed and line.results
             },
         )
         yield "", call, line.results
@@ -518,6 +519,9 @@ def lower_step(
     with config.patch(draws):
         for both in passes:
             made.update(lower_passes(both, kernels, made))
+            # The gradient of a parameter that is added to the loss, too.
+            seeds = (n for n in both.gradients if not n.users.keys() <= {*both.nodes})
+            made.update((seed, seed.name) for seed in seeds)
     rest = lower(_rest(captured, passes, made, kernels), lambda _: Phase.UPDATE)
     count = len(captured.names)
     rest = compile_updates(rest, rest.inputs[:count], captured.backward, sizes)

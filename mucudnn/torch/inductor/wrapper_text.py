@@ -222,7 +222,13 @@ class _Reader:
                 case _:
                     raise unknown(statement)
         lines = [self._line(*row) for row in self._lines]
-        return Wrapper(lines, results)
+        # No kernel writes tensors without elements, such as an empty selection.
+        empty = [
+            self._empty(v)
+            for v in self._allocated
+            if v not in self._written and 0 in self._layout(v).shape
+        ]
+        return Wrapper([*empty, *lines], results)
 
     def _statements(self) -> Iterator[ast.stmt]:
         """Yield all statements, with those for one GPU in their place."""
@@ -386,6 +392,27 @@ class _Reader:
             convolution=_convolution(call, operands, tuple(items) or (None,)),
             text=ast.unparse(call),
             paths=[] if result is None else [f"[{i}]" for i in items] or [""],
+            allocated=self._allocated,
+            space=self._space,
+            gpu=self._gpu,
+        )
+
+    def _empty(self, value: str) -> KernelLine:
+        """Return a line that only allocates a value."""
+        return KernelLine(
+            "empty",
+            [],
+            [value],
+            {value: self._layout(value)},
+            [],
+            random=False,
+            pure=True,
+            heavy=False,
+            kernel=None,
+            pointers=[],
+            convolution=None,
+            text="None",
+            paths=[],
             allocated=self._allocated,
             space=self._space,
             gpu=self._gpu,
