@@ -53,6 +53,7 @@ from mucudnn.torch.capture.step_tensors import (
     check_parts,
     scheduled_floats,
 )
+from mucudnn.torch.conv.backend import untraced
 from mucudnn.torch.distributed.collectives import lost_ranks_told
 from mucudnn.torch.distributed.distribute import described
 from mucudnn.torch.distributed.sharding import Sharding, as_sharded, groups_of, release
@@ -61,7 +62,6 @@ from mucudnn.torch.distributed.step_ranks import (
     inner_model,
     sharding_of_step,
 )
-from mucudnn.torch.conv.backend import untraced
 from mucudnn.torch.eager_step import run_eager_step
 from mucudnn.torch.execution.bound_step import BoundStep, StepCommit, bind_step
 from mucudnn.torch.execution.cuda_memory import watching_reserved
