@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo.config
 from torch._functorch import eager_transforms
+from torch._subclasses import fake_tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import checkpoint
@@ -57,6 +58,8 @@ def output_noted(recorder: ReadRecorder) -> Iterator[None]:
         show(*args, **kwargs)
 
     def noting_handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if logger.name == fake_tensor.__name__ and record.exc_info:
+            return  # PyTorch raises the exception, too
         if logger.name.partition(".")[0] not in ("torch", "mucudnn"):
             recorder.writes = recorder.writes or line_now()
         handle(logger, record)
