@@ -279,6 +279,7 @@ def memory_body(study: MemoryStudy) -> Markup:
             slowdown = speedup_text(study.slowdown(second))
             rival = f", instead of {slowdown} by {second.policy}"
     several = len({t.budget for t in study.curve}) > 1
+    techniques, *tables = memory_tables(study)
     return rendered(
         "memory",
         study=study,
@@ -287,8 +288,8 @@ def memory_body(study: MemoryStudy) -> Markup:
         least_ms=study.least_ms.get(study.budget),
         rival=rival,
         placed=placed_words(study),
-        techniques=memory_tables(study)[0],
-        tables=memory_tables(study)[1:],
+        techniques=techniques,
+        tables=tables,
         faint={i for i, t in enumerate(study.techniques) if not t.fits},
         speeds=speed_chart(speed_series(study)) if several else None,
         kinds=KINDS,
