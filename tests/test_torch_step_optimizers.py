@@ -16,6 +16,7 @@ from tests.torch_programs import (
     eager_step,
     new_step,
 )
+from tests.torch_steps import least_bytes
 
 pytestmark = STEPS_RUN
 
@@ -173,6 +174,26 @@ def test_steps_of_an_optimizer_are_its_own(name):
     for plan in report.plans[2:]:
         assert (plan.own_update is not None) == (name in EAGER)
         assert bool(plan.update_reason) == (name in EAGER)
+
+
+@pytest.mark.parametrize("name", ["of_ones_own", "swapping"])
+def test_the_least_budget_has_room_for_state_that_the_first_step_makes(name):
+    def step_of(budget):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        own = OPTIMIZERS[name](list(model.parameters()))
+        loss = functional.mse_loss
+        return mt.train_step(model, loss, own, budget=budget, cache=None), own
+
+    batch = torch.randn(48, 16), torch.randn(48, 16)
+    step, own = step_of(2000)
+    budget = least_bytes(step.prepare, *batch)
+    assert not own.state
+    step, _ = step_of(budget)
+    losses = [step(*batch).item() for _ in range(3)]
+    free, _ = step_of(None)
+    assert losses == [free(*batch).item() for _ in range(3)]
+    assert step.plan.peak_bytes <= budget
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.Adagrad])

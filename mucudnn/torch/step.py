@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from mucudnn.arguments import check_bool, check_choice, check_integer
 from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
 from mucudnn.ir.sizes import format_bytes, format_count
+from mucudnn.passes.liveness import rounded
 from mucudnn.passes.planning.cutting import WHOLE, Split
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tiers import TierChoice
@@ -41,7 +42,7 @@ from mucudnn.torch.capture.guards import (
     overlaps_of,
 )
 from mucudnn.torch.capture.known_values import known_values
-from mucudnn.torch.capture.optimizers import UpdateNotRecordedError
+from mucudnn.torch.capture.optimizers import UpdateNotRecordedError, with_state
 from mucudnn.torch.capture.python_state import Kind, Read
 from mucudnn.torch.capture.reads import UnsoundCaptureError
 from mucudnn.torch.capture.step import CapturedStep, capture_step
@@ -697,7 +698,9 @@ class TrainStep:
                 self._settings = replace(self._settings, floats=floats)
                 del self._changes[place]
 
-    def _plan(self, live: LiveParts, batch: Batch) -> tuple[CapturedStep, PlannedStep]:
+    def _plan(
+        self, live: LiveParts, batch: Batch, *, first: bool = True
+    ) -> tuple[CapturedStep, PlannedStep]:
         def captured() -> CapturedStep:
             with self._together(batch):
                 return capture_step(
@@ -741,7 +744,11 @@ class TrainStep:
                         self._budget = program.plan.budget
                 except PlanningError as e:
                     e.args = (f"{e}; this is for {batch.signature}", *e.args[1:])
+                    if first:
+                        self._check_later_steps(step, batch, e.least_bytes or 0)
                     raise
+                if first:
+                    self._check_later_steps(step, batch, program.plan.peak_bytes)
                 schedule = program.plan.plan.schedule
                 bound = bind_step(program.lowered, schedule, program.copies)
                 plan = replace(program.plan, source=bound.segment.source)
@@ -763,6 +770,35 @@ class TrainStep:
             return step, found
 
         return self._results.settled(captured, planned)
+
+    def _check_later_steps(self, first: CapturedStep, batch: Batch, least: int) -> None:
+        """Check that the budget holds the state that an optimizer's first step makes.
+
+        `least` has the bytes of a plan of the first step, which makes the state in its
+        update. All later steps have it in memory during their passes as well.
+
+        Raises:
+            PlanningError: Later steps do not fit, or need more than the first one.
+        """
+        if not first.made or self._automatic is not None or self._ranks is not None:
+            return
+        (output,) = first.module.graph.find_nodes(op="output")
+        values = output.args[0][-len(first.names) - len(first.made) :]
+        made = [node.meta["val"] for node in values[: len(first.made)]]
+        if least + sum(rounded(tensor.nbytes) for tensor in made) <= self._budget:
+            return
+        with with_state(self._optimizer, dict(zip(first.made, made, strict=True))):
+            live = LiveParts(
+                self._model, self._optimizer, self._loss_fn, self._settings
+            )
+            try:
+                self._plan(live, batch, first=False)
+            except PlanningError as e:
+                if (e.least_bytes or 0) > least:
+                    e.args = (f"{e}, after the first step", *e.args[1:])
+                    raise e from None
+            except Exception as e:  # a later step may be refused, or run eagerly
+                _log.debug("the second step was not planned: %s", e)
 
     def _program(self, lowered: LoweredStep) -> PlannedProgram:
         """Plan a lowered step within the budget."""

@@ -306,6 +306,24 @@ def _create_state(
 
 
 @contextmanager
+def with_state(
+    optimizer: torch.optim.Optimizer, made: Mapping[StateKey, torch.Tensor]
+) -> Iterator[None]:
+    """Give an optimizer zeros for state that its next step will make."""
+    before = optimizer.state
+    optimizer.state = defaultdict(dict, {p: dict(s) for p, s in before.items()})
+    try:
+        for (i, j, key), like in made.items():
+            zeros = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=like.device
+            ).zero_()
+            optimizer.state[optimizer.param_groups[i]["params"][j]][key] = zeros
+        yield
+    finally:
+        optimizer.state = before
+
+
+@contextmanager
 def _any_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Give parameters without a gradient one that takes no memory."""
     bare = [p for p in parameters if p.grad is None]
