@@ -657,6 +657,36 @@ def test_clipping_scaling_casts_and_own_updates_are_those_of_a_compiled_loop(kin
     assert all(map(torch.equal, found.state, expected.state))
 
 
+def recurrent():
+    torch.manual_seed(0)
+    model = Recurrent()
+    return model, functional.mse_loss, (torch.randn(4, 6, 8), torch.randn(4, 6, 3))
+
+
+class Recurrent(nn.Module):
+    """PyTorch's kernels of an LSTM make a workspace, which backward then spoils."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 12, batch_first=True)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(functional.gelu(self.lstm(x)[0]))
+
+
+def test_an_lstm_is_compiled_within_a_budget():
+    model, loss_fn, batch = recurrent()
+    loop = compiled_loop(model, lambda x, y: loss_fn(model(x), y), batch, sgd(model))
+    eager = trained(model, loop)
+    found, _ = planned(recurrent, sgd)
+    tight, step = planned(recurrent, sgd, least_of(recurrent, sgd))
+    assert step.plan.kernels
+    assert tight.losses == found.losses
+    assert all(map(torch.equal, tight.state, found.state))
+    torch.testing.assert_close(found.state, eager.state)
+
+
 @pytest.mark.parametrize(
     "made",
     [

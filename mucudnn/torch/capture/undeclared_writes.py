@@ -79,7 +79,12 @@ UNDECLARED_WRITES: Mapping[str, UndeclaredWrites] = MappingProxyType(
 """Operator -> what it writes. `tests/test_fakecuda.py` checks all others by bytes."""
 
 
-SPOILS_AN_OPERAND = frozenset({"aten.mkldnn_rnn_layer_backward.default"})
+SPOILS_AN_OPERAND = frozenset(
+    {
+        "aten.mkldnn_rnn_layer_backward.default",
+        "torch.ops.aten.mkldnn_rnn_layer_backward.default",  # as Inductor calls it
+    }
+)
 """Operations that compute in an operand that nothing reads afterwards: they run once.
 
 oneDNN's backward kernel of an LSTM on the CPU does so in the forward pass's workspace.

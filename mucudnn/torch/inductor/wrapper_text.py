@@ -23,6 +23,7 @@ import torch
 from mucudnn.torch.inductor.compiling import CompiledHalf
 from mucudnn.torch.lowering.lower import CHECKS
 from mucudnn.torch.lowering.lowered import Call, Layout, NotCompiledError, Operand
+from mucudnn.torch.lowering.overloads import lstm_layer
 
 _ALLOCATE = {"empty_strided_cpu": "cpu", "empty_strided_cuda": "cuda"}
 
@@ -191,7 +192,7 @@ class _Reader:
         self._kernels = _kernels_of(tree)
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
         self._body = next(n for n in functions if n.name == "call").body
-        self._space = dict(half.space)
+        self._space = {**half.space, "lstm_layer": lstm_layer}
         self._gpu: int | None = None  # which the lines are guarded for
         self._prefix = prefix
         self._given = given
@@ -355,6 +356,8 @@ class _Reader:
                         pointers.append(None)
         else:
             function = self._resolved(call)
+            if function is torch.ops.aten.mkldnn_rnn_layer.default:
+                call.func = ast.Name("lstm_layer")
             writes = _written_arguments(call, function)
             if writes is None or (result is not None and writes):
                 raise unknown(call)
