@@ -698,24 +698,28 @@ class TrainStep:
                 self._settings = replace(self._settings, floats=floats)
                 del self._changes[place]
 
-    def _plan(
-        self, live: LiveParts, batch: Batch, *, first: bool = True
-    ) -> tuple[CapturedStep, PlannedStep]:
-        def captured() -> CapturedStep:
-            with self._together(batch):
-                return capture_step(
-                    self._model,
-                    self._loss_fn,
-                    self._optimizer,
-                    batch,
-                    settings=self._settings,
-                    results=self._results,
-                    keeps_effects=not self._eager_is_free,
-                    # Steps compared with eager mode draw its random numbers.
-                    as_compiled=self._options.inductor and not self._verify,
-                    sharding=self._sharding,
-                )
+    def _captured(self, batch: Batch) -> CapturedStep:
+        with self._together(batch):
+            return capture_step(
+                self._model,
+                self._loss_fn,
+                self._optimizer,
+                batch,
+                settings=self._settings,
+                results=self._results,
+                keeps_effects=not self._eager_is_free,
+                # Steps compared with eager mode draw its random numbers.
+                as_compiled=self._options.inductor and not self._verify,
+                sharding=self._sharding,
+            )
 
+    def _with_update(
+        self, lowered: LoweredStep, step: CapturedStep, live: LiveParts
+    ) -> LoweredStep:
+        own = EagerUpdate.of(self._optimizer, step, live.parts, self._update_reason)
+        return replace(lowered, update=own)
+
+    def _plan(self, live: LiveParts, batch: Batch) -> tuple[CapturedStep, PlannedStep]:
         def planned(step: CapturedStep) -> tuple[CapturedStep, PlannedStep]:
             lowered = LoweredStep.of_captured(step, live.parts)
             ends = tuple(step.names), tuple(step.made), step.gradients
@@ -727,10 +731,7 @@ class TrainStep:
             ):
                 found = None
             if found is None:
-                own = EagerUpdate.of(
-                    self._optimizer, step, live.parts, self._update_reason
-                )
-                lowered = replace(lowered, update=own)
+                lowered = self._with_update(lowered, step, live)
                 before = self._options.compiled.count
                 try:
                     if self._ranks is None:
@@ -744,11 +745,9 @@ class TrainStep:
                         self._budget = program.plan.budget
                 except PlanningError as e:
                     e.args = (f"{e}; this is for {batch.signature}", *e.args[1:])
-                    if first:
-                        self._check_later_steps(step, batch, e.least_bytes or 0)
+                    self._check_later_steps(step, batch, e.least_bytes or 0)
                     raise
-                if first:
-                    self._check_later_steps(step, batch, program.plan.peak_bytes)
+                self._check_later_steps(step, batch, program.plan.peak_bytes)
                 schedule = program.plan.plan.schedule
                 bound = bind_step(program.lowered, schedule, program.copies)
                 plan = replace(program.plan, source=bound.segment.source)
@@ -769,7 +768,7 @@ class TrainStep:
                     )
             return step, found
 
-        return self._results.settled(captured, planned)
+        return self._results.settled(partial(self._captured, batch), planned)
 
     def _check_later_steps(self, first: CapturedStep, batch: Batch, least: int) -> None:
         """Check that the budget holds the state that an optimizer's first step makes.
@@ -791,11 +790,17 @@ class TrainStep:
             live = LiveParts(
                 self._model, self._optimizer, self._loss_fn, self._settings
             )
+
+            def planned(step: CapturedStep) -> PlannedProgram:
+                lowered = LoweredStep.of_captured(step, live.parts)
+                return self._program(self._with_update(lowered, step, live))
+
             try:
-                self._plan(live, batch, first=False)
+                self._results.settled(partial(self._captured, batch), planned)
             except PlanningError as e:
                 if (e.least_bytes or 0) > least:
-                    e.args = (f"{e}, after the first step", *e.args[1:])
+                    words = f"{e}; this is for {batch.signature}, after the first step"
+                    e.args = (words, *e.args[1:])
                     raise e from None
             except Exception as e:  # a later step may be refused, or run eagerly
                 _log.debug("the second step was not planned: %s", e)

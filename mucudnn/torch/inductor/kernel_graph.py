@@ -198,7 +198,7 @@ class KernelGraph:
                 i: self._computed[value]
                 for i, value in enumerate(line.operands)
                 # A check of a factorization passes for zeros, not for drawn matrices.
-                if value in self._computed and line.results
+                if value in self._computed and (line.results or line.changes)
             },
         )
         yield "", call, line.results
