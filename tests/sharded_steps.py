@@ -72,6 +72,21 @@ class Partly(nn.Module):
         return self.layers(x) * self.scale
 
 
+class Skipping(nn.Module):
+    """Uses inputs of blocks, which have several gradients in them, beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin, self.block, self.last = nn.Linear(6, 22), Block(), Block()
+        self.end = nn.Linear(22, 3)
+
+    def forward(self, x):
+        x = self.begin(x)
+        y = self.block(x)
+        z = self.block(y + x)
+        return self.end(self.last(z) + self.last(y) + x)
+
+
 def normalized():
     return nn.Sequential(
         nn.Linear(6, 22), nn.BatchNorm1d(22), nn.ReLU(), nn.Dropout(0.3), Block(),
@@ -122,6 +137,7 @@ CASES = {
     "wide": (wide, sharded, adamw, {"budget": "80%"}),
     "tight": (layered, sharded, adamw, {"budget": "75%"}),
     "tied": (Tied, sharded, adamw, {}),
+    "skipping": (Skipping, sharded, momentum, {}),
     "partly": (Partly, sharded, momentum, {}),
     "normalized": (normalized, sharded, adamw, {}),
     "bfloat16": (layered, low_precision, adamw, {}),
@@ -343,6 +359,16 @@ def refused():
 
         return sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
+    def gathered(model):
+        model = sharded(model)
+        model.set_reshard_after_backward(False)
+        return model
+
+    def gathering(model):
+        model = sharded(model)
+        model.set_custom_all_gather(own_sum)
+        return model
+
     def hooked(model):
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, own_sum)
@@ -360,6 +386,8 @@ def refused():
         "split": message_of(lambda: step(split="auto")),
         "verify": message_of(lambda: step(verify=1)),
         "offload": message_of(lambda: step(wrap=offloaded)),
+        "gathered": message_of(lambda: step(wrap=gathered)),
+        "gathering": message_of(lambda: step(wrap=gathering)),
         "hook": message_of(lambda: step(wrap=hooked)),
         "one rank": message_of(lambda: step(model=failing)(x, y)),
     }

@@ -262,7 +262,7 @@ MODULE = "tests.sharded_steps"
 
 GROUPS = (
     (2, ("fsdp", "wide", "tight", "tied", "partly")),
-    (2, ("normalized", "bfloat16", "float16", "inner only", "clipped")),
+    (2, ("normalized", "skipping", "bfloat16", "float16", "inner only", "clipped")),
     (2, ("ddp", "ddp clipped", "ddp normalized", "ddp unused")),
     (4, ("tight", "ddp", "ddp unused")),
 )
@@ -318,6 +318,8 @@ def test_what_goes_on_around_steps_is_seen(feature, results):
         ("split", "split='auto' is not supported for a model of several ranks"),
         ("verify", "verify=1 is not supported for a model of several ranks"),
         ("offload", "fully_shard with CPUOffloadPolicy"),
+        ("gathered", "fully_shard with set_reshard_after_backward(False)"),
+        ("gathering", "fully_shard with collectives of your own"),
         ("hook", "DistributedDataParallel with a communication hook"),
         ("one rank", "ArithmeticError: only here"),
     ],

@@ -426,6 +426,11 @@ def _check_group(group: Any) -> None:
         "set_gradient_divide_factor": group.gradient_divide_factor is not None,
         "an all-reduce hook": group._all_reduce_hook is not None,
         "set_requires_gradient_sync(False)": not group.reduce_grads,
+        "set_reshard_after_backward(False)": not group.reshard_after_backward,
+        "collectives of your own": any(
+            not type(comm).__module__.startswith("torch.")
+            for comm in (group._all_gather_comm, group._reduce_scatter_comm)
+        ),
         "a shard_placement_fn": any(p.fsdp_placement != Shard(0) for p in parameters),
         "parameters with all-gather extensions": any(
             hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in parameters
@@ -499,21 +504,48 @@ def distributed_data_parallel(model: DistributedDataParallel, prefix: str) -> Sh
 
 @contextmanager
 def without_collectives(root: torch.nn.Module) -> Iterator[None]:
-    """Have FSDP2's hooks cast inputs and results only: parameters are gathered already.
+    """Have FSDP2's hooks leave parameters as they are: these are gathered already.
 
-    Hooks that find their state in a backward pass leave parameters as they are.
+    Inputs and results are cast, and gradients of inputs are summed in FSDP2's order.
     """
     states = _states_of(root)
     kept = [(s, s._training_state, s._fsdp_param_groups) for s in states]
     try:
-        for state, training, _ in kept:
+        for state, training, groups in kept:
+            # In this state hooks only cast.
             state._training_state = type(training).PRE_BACKWARD
             state._fsdp_param_groups = []
+            state._cast_forward_inputs = partial(_cast_and_join, state, groups)
         yield
     finally:
         for state, training, groups in kept:
+            vars(state).pop("_cast_forward_inputs", None)
             state._training_state = training
             state._fsdp_param_groups = groups
+
+
+class _Gathered:
+    """In place of one of FSDP2's groups of parameters, whose backward pass is over."""
+
+    def post_backward(self) -> None:
+        """Leave gradients as they are."""
+
+
+def _cast_and_join(
+    state: Any, groups: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast a module's inputs, and join their gradients at one place, as FSDP2 does.
+
+    It learns there when the backward pass of the module is over. So what the module
+    contributes to a gradient is summed before the contributions of others.
+    """
+    args, kwargs = type(state)._cast_forward_inputs(state, args, kwargs)
+    # Of several modules with one state, this is done for the first that runs.
+    if len(state._modules_to_run_forward) in (0, len(state._modules)):
+        for group in groups:
+            join = type(group)._register_post_backward_hook
+            args, kwargs = join(_Gathered(), args, kwargs)
+    return args, kwargs
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
