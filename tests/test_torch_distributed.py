@@ -268,7 +268,7 @@ GROUPS = (
 )
 """Numbers of ranks, and cases that they try one after another: starting takes long."""
 
-FEATURES = ("apart", "between", "accumulated", "scaled")
+FEATURES = ("apart", "between", "accumulated", "scaled", "compiled")
 AROUND = (*FEATURES, "refused")
 
 
@@ -303,7 +303,7 @@ def test_steps_have_the_bits_of_pytorchs_own_within_the_planned_bytes(
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_what_goes_on_around_steps_is_seen(feature, results):
-    """Other ranks; evaluation, checkpoints, rates; parts of batches; scaled losses."""
+    """Other ranks; evaluation, checkpoints, rates; parts; scaled losses; Inductor."""
     for rank in results(2, AROUND):
         assert not any(rank[feature]), rank[feature]
 

@@ -304,7 +304,6 @@ def train_step(
             "tuner": tuner,
             "offload_state": options.offload_state,
             "split": split != WHOLE and split,
-            "inductor": options.inductor,
             "tiers": tiers,
             "verify": verify,
             "fallback": fallback != "refuse" and fallback,
@@ -736,10 +735,15 @@ class TrainStep:
                     if self._ranks is None:
                         program = self._program(lowered)
                     else:
-                        self._ranks.measure(lowered.lowered, lowered.known)
+                        own = lowered.lowered
+                        if self._options.inductor and lowered.compiled is not None:
+                            of_sizes = self._options.compiled
+                            own = self._ranks.compiled(
+                                partial(lowered.compiled, of_sizes, tuned=False)
+                            )
+                        self._ranks.measure(own, lowered.known)
                         plan = self._ranks.decided(lambda: self._program(lowered).plan)
-                        own_graph = lowered.finish(lowered.lowered)
-                        program = PlannedProgram(own_graph, plan, None)
+                        program = PlannedProgram(lowered.finish(own), plan, None)
                     if self._automatic is not None:
                         self._budget = program.plan.budget
                 except PlanningError as e:

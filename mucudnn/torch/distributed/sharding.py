@@ -18,12 +18,12 @@ import math
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from typing import Any, Literal
+from functools import cache, partial, reduce
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,14 @@ from torch.nn.parallel import DistributedDataParallel
 from mucudnn.errors import UnsupportedError
 
 Kind = Literal["fsdp", "ddp"]
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=_Named)
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -144,6 +152,11 @@ class Sharding:
         if not self.rebuilds or self.size <= _COMMUTE:
             return self
         return replace(self, buckets=(), rebuilds=False)
+
+    @property
+    def is_even(self) -> bool:
+        """True if all ranks have parts of the same shapes."""
+        return all(part.shape[0] % self.size == 0 for part in self.parts.values())
 
     def rows(self, name: str) -> int:
         """Return the rows of the largest part of a parameter, that of rank 0."""
@@ -570,6 +583,7 @@ _FINISH = "_mucudnn_finish"
 """Attribute of a result: completes the collective."""
 
 
+@cache  # costs are remembered by function
 def started(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a collective between CPUs that runs on until `finished` gets its result.
 
@@ -681,17 +695,41 @@ def reordered(
     pass: all parameters and gradients would be in memory at once.
     """
     nodes = list(graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    key = {node: (i, 1, i) for node, i in place.items()}
-    for node in reversed(nodes):
-        if node.name in gathers and node.users:
-            at = min(key[user][0] for user in node.users)
-            key[node] = (at, 0, place[node])
-    for node in nodes:
-        if node.name in sums and node.all_input_nodes:
-            at = max(key[given][0] for given in node.all_input_nodes)
-            key[node] = (at, 2, place[node])
     (output,) = graph.find_nodes(op="output")
-    for node in sorted(nodes, key=key.__getitem__):
+    edges = [
+        (given.name, node.name) for node in nodes for given in node.all_input_nodes
+    ]
+    for node in in_use_order(nodes, edges, gathers, sums):
         if node is not output:
             output.prepend(node)
+
+
+def in_use_order(
+    nodes: Sequence[N],
+    edges: Iterable[tuple[str, str]],
+    gathers: Container[str],
+    sums: Container[str],
+) -> list[N]:
+    """Return nodes with gathers right before their readers, and sums behind producers.
+
+    Args:
+        nodes: Nodes in a valid order, but for gathers and sums.
+        edges: Names of nodes and of a node that reads each.
+        gathers: Names of nodes that move.
+        sums: Names of others that move.
+    """
+    readers, producers = defaultdict(list), defaultdict(list)
+    for given, reader in edges:
+        readers[given].append(reader)
+        producers[reader].append(given)
+    place = {node.name: i for i, node in enumerate(nodes)}
+    key = {name: (i, 1, i) for name, i in place.items()}
+    for name in reversed(place):
+        if name in gathers and readers[name]:
+            at = min(key[reader][0] for reader in readers[name])
+            key[name] = (at, 0, place[name])
+    for name in place:
+        if name in sums and producers[name]:
+            at = max(key[given][0] for given in producers[name])
+            key[name] = (at, 2, place[name])
+    return sorted(nodes, key=lambda node: key[node.name])
