@@ -151,7 +151,12 @@ CASES = {
     "clipped": (layered, sharded, adamw, {"clip_norm": 0.5}),
     "ddp": (layered, DistributedDataParallel, adamw, {"budget": "90%"}),
     "ddp clipped": (layered, DistributedDataParallel, momentum, {"clip_norm": 0.5}),
-    "ddp normalized": (normalized, DistributedDataParallel, adamw, {}),
+    "ddp normalized": (
+        normalized,
+        DistributedDataParallel,
+        adamw,
+        {"budget": "80%", "offload_state": True},
+    ),
     "ddp unused": (Partly, finding_unused, adamw, {}),
 }
 
@@ -468,6 +473,7 @@ def refused():
         "batch": message_of(lambda: fits(*uneven)),
         "optimizer": message_of(lambda: step(optimizer=adafactor)(x, y)),
         "split": message_of(lambda: step(split="auto")),
+        "state": message_of(lambda: step(offload_state=True)),
         "verify": message_of(lambda: step(verify=1)),
         "offload": message_of(lambda: step(wrap=offloaded)),
         "gathered": message_of(lambda: step(wrap=gathered)),
