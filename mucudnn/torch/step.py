@@ -45,7 +45,7 @@ from mucudnn.torch.capture.known_values import known_values
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError, with_state
 from mucudnn.torch.capture.python_state import Kind, Read
 from mucudnn.torch.capture.reads import UnsoundCaptureError
-from mucudnn.torch.capture.step import CapturedStep, capture_step
+from mucudnn.torch.capture.step import CapturedStep, capture_step, pair_of
 from mucudnn.torch.capture.step_tensors import (
     PLAIN,
     Batch,
@@ -533,7 +533,7 @@ class TrainStep:
             if later is not self._sharding:
                 self._sharding = later
                 self._planned.clear()
-        return loss if extras is None else (loss, extras)
+        return pair_of(loss, extras, captured.returned)
 
     def _with_own_update(
         self, variant: Variant, given: list[torch.Tensor]
