@@ -47,6 +47,7 @@ OPTIMIZERS = {
     "slowing": lambda p: Own(p, slowing),
     "subtracting": lambda p: Own(p, subtracting),
     "of_lists": lambda p: Own(p, of_lists),
+    "undecayed": lambda p: Own(p, undecayed),
 }
 if hasattr(optim, "Muon"):
     OPTIMIZERS["muon"] = lambda p: optim.Muon(
@@ -141,6 +142,10 @@ def slowing(_, group, p, state):
 
 def subtracting(_, group, p, state):
     p.sub_(p.grad, alpha=group["lr"])
+
+
+def undecayed(_, group, p, state):
+    p.mul_(1 - group["lr"] * 0.0).sub_(p.grad, alpha=group["lr"])
 
 
 def of_lists(_, group, p, state):
