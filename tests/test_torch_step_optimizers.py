@@ -181,6 +181,18 @@ def test_steps_of_an_optimizer_are_its_own(name):
         assert bool(plan.update_reason) == (name in EAGER)
 
 
+def test_an_update_that_fails_is_told_with_its_line():
+    def unknown(_, group, p, state):
+        p.mul_(p.decay)
+
+    model, batch = nn.Linear(6, 3), (torch.randn(5, 6), torch.randn(5, 3))
+    own = Own(model.parameters(), unknown)
+    step = mt.train_step(model, functional.mse_loss, own, cache=None)
+    says = r"has no attribute 'decay' \(.*test_torch_step_optimizers.*, in unknown\)"
+    with pytest.raises(UnsupportedError, match=says):
+        step(*batch)
+
+
 @pytest.mark.parametrize("name", ["of_ones_own", "swapping"])
 def test_the_least_budget_has_room_for_state_that_the_first_step_makes(name):
     def step_of(budget):

@@ -74,7 +74,7 @@ from mucudnn.torch.distributed.sharding import (
 )
 from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.internals import replaced, without_wrapped_functions
-from mucudnn.torch.source_lines import line_now, storage_of
+from mucudnn.torch.source_lines import line_now, line_of_traceback, storage_of
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -615,7 +615,8 @@ class _Tracer:
             except UnsupportedError as e:
                 raise UpdateNotRecordedError(str(e)) from e
             except Exception as e:  # the optimizer's code may raise anything
-                raise UpdateNotRecordedError(f"{type(e).__name__}: {e}") from e
+                where = line_of_traceback(e.__traceback__)
+                raise UpdateNotRecordedError(f"{type(e).__name__}: {e}{where}") from e
         for tensor, old in zip(changed, before, strict=True):
             if from_fun(tensor) is not old:
                 tensor.copy_(torch.where(found, to_fun(old), tensor))
