@@ -172,13 +172,14 @@ def training_of(optimizer_of):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_of_an_optimizer_are_its_own(name):
+def test_steps_of_an_optimizer_are_its_own(name, caplog):
     report = compare(training_of(OPTIMIZERS[name]))
     assert not report.differences
     assert report.was_planned()
     for plan in report.plans[2:]:
         assert (plan.own_update is not None) == (name in EAGER)
         assert bool(plan.update_reason) == (name in EAGER)
+    assert ("the optimizer updates in eager mode" in caplog.text) == (name in EAGER)
 
 
 def test_an_update_that_fails_is_told_with_its_line():

@@ -618,6 +618,11 @@ class TrainStep:
                 elif isinstance(e, UpdateNotRecordedError):
                     self._settings = replace(self._settings, recorded=False)
                     self._update_reason = str(e)
+                    _log.warning(
+                        "the optimizer updates in eager mode, after the planned "
+                        "passes, which takes memory for all gradients: %s",
+                        e,
+                    )
                     self._commit.withdraw_state()  # the optimizer makes its own
                     self._commit.keep_state()
                 else:
