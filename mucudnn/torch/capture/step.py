@@ -615,8 +615,8 @@ class _Tracer:
             except UnsupportedError as e:
                 raise UpdateNotRecordedError(str(e)) from e
             except Exception as e:  # the optimizer's code may raise anything
-                where = line_of_traceback(e.__traceback__)
-                raise UpdateNotRecordedError(f"{type(e).__name__}: {e}{where}") from e
+                text = f"{e}{line_of_traceback(e.__traceback__)}"
+                raise UpdateNotRecordedError(f"{type(e).__name__}: {text}") from e
         for tensor, old in zip(changed, before, strict=True):
             if from_fun(tensor) is not old:
                 tensor.copy_(torch.where(found, to_fun(old), tensor))
