@@ -64,6 +64,12 @@ NETWORK = """
     def wants_more(batch, depth):
         return None
 
+    def untrained(batch):
+        g = GraphBuilder()
+        logits = g.flatten(g.relu(g.input("image", (batch, 3, 8, 8))))
+        label = g.input("label", (batch,), "int64")
+        return g.build(g.softmax_cross_entropy(logits, label))
+
     constant = 3
 """
 
@@ -321,6 +327,7 @@ def test_a_network_of_a_file_is_planned_and_trained(network):
         ("raises", "net.py, line 27: IndexError: list index out of range"),
         ("misuses", "net.py, line 30: ValueError: there is no tensor 'nowhere'"),
         ("wants_more", "cannot be called with a batch alone: missing a required"),
+        ("untrained", "the loss depends on no parameter, so there is nothing to train"),
         ("gone", "there is no function 'gone' in net.py; it has: tiny, sized"),
         ("constant", "there is no function 'constant'"),
         ("", "net.py is a file; name a function in it"),

@@ -400,3 +400,10 @@ def test_options_of_the_name():
         for _ in range(2):
             with pytest.raises(error, match=words):
                 call(*batch)
+
+
+def test_a_backend_without_parentheses():
+    model, loss_fn, batch = build("mlp")
+    call = torch.compile(WithLoss(model, loss_fn), backend=mt.backend)
+    with pytest.raises(TypeError, match=r"backend=mt\.backend\(budget=\.\.\.\)"):
+        call(*batch)

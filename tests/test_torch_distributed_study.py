@@ -15,6 +15,7 @@ import mucudnn.torch as mt
 from mucudnn.cli.app import main
 from mucudnn.errors import UnsupportedError
 from mucudnn.ir.profile import Profile
+from mucudnn.notebook import html_of
 from mucudnn.passes.graph.sharding import DataParallel, data_parallel_step
 from mucudnn.passes.planning.plan_step import minimum_budget, plan_step
 from mucudnn.passes.planning.request import StepRequest, schedule_residency
@@ -159,6 +160,10 @@ def test_a_trace_shows_collectives_beside_computation_within_the_budget(study):
     assert any(name.startswith("gather") for name in overlaps(roomy))
     assert any(name.startswith("reduce") for name in overlaps(roomy))
     assert ">collectives<" in lanes_chart(roomy)
+    assert lanes_chart(roomy).count('"box collective"') > 1
+    assert '"key collective"' in html_of(roomy)
+    alone = plan_step(study.described().request(16))
+    assert '"key collective"' not in html_of(alone)
 
 
 def test_the_fastest_way_that_fits_is_named(study):

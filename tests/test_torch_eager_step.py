@@ -1,6 +1,7 @@
 """A step in eager mode is a planned one and a hand-written loop, bit for bit."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -309,3 +310,22 @@ def test_a_scaler_and_a_closure_are_refused_in_our_words(optimizer_of):
     settings, given = StepSettings(scaler=scaler), Batch.of(batch, {})
     with pytest.raises(UnsupportedError, match="needs a closure"):
         run_eager_step(model, functional.mse_loss, optimizer, given, settings)
+
+
+class Scored(NamedTuple):
+    loss: torch.Tensor
+    sums: tuple | None
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "sums", [lambda out: {"sums": Scored(out, None)}, lambda out: None]
+)
+def test_a_named_tuple_stays_one(sums, accumulate):
+    def scored(out, y):
+        return Scored(functional.mse_loss(out, y), sums(out))
+
+    case = {"loss": scored, "accumulate": accumulate}
+    eager = trained(case, lambda number: False)
+    assert all(type(result) is Scored for result in eager[0])
+    assert_same(trained(case, lambda number: number in PLANNED), eager)

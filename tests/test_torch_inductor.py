@@ -588,6 +588,24 @@ def test_what_cannot_be_compiled_runs_operation_by_operation():
     assert losses[0] == losses[1]
 
 
+def test_a_number_that_changes_is_told_with_its_line():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * y.detach().sum().item()
+
+    class Averaged(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x)
+
+    for model in (Scaled(4, 4), nn.Sequential(Averaged(4, momentum=None))):
+        step = mt.train_step(model, functional.mse_loss, sgd(model), inductor=True)
+        x = torch.randn(6, 4)
+        says = r"from step to step \(.*test_torch_inductor.*, in forward\)"
+        with pytest.warns(UserWarning, match=says):
+            step(x, x)
+
+
 def test_a_batch_that_is_not_compiled_leaves_others_compiled():
     class Scaled(nn.Linear):
         def forward(self, x):

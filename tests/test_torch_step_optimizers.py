@@ -47,6 +47,7 @@ OPTIMIZERS = {
     "slowing": lambda p: Own(p, slowing),
     "subtracting": lambda p: Own(p, subtracting),
     "of_lists": lambda p: Own(p, of_lists),
+    "undecayed": lambda p: Own(p, undecayed),
 }
 if hasattr(optim, "Muon"):
     OPTIMIZERS["muon"] = lambda p: optim.Muon(
@@ -143,6 +144,10 @@ def subtracting(_, group, p, state):
     p.sub_(p.grad, alpha=group["lr"])
 
 
+def undecayed(_, group, p, state):
+    p.mul_(1 - group["lr"] * 0.0).sub_(p.grad, alpha=group["lr"])
+
+
 def of_lists(_, group, p, state):
     signs = torch._foreach_sign([p.grad])
     torch._foreach_add_([p], signs, alpha=-group["lr"])
@@ -167,13 +172,26 @@ def training_of(optimizer_of):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_of_an_optimizer_are_its_own(name):
+def test_steps_of_an_optimizer_are_its_own(name, caplog):
     report = compare(training_of(OPTIMIZERS[name]))
     assert not report.differences
     assert report.was_planned()
     for plan in report.plans[2:]:
         assert (plan.own_update is not None) == (name in EAGER)
         assert bool(plan.update_reason) == (name in EAGER)
+    assert ("the optimizer updates in eager mode" in caplog.text) == (name in EAGER)
+
+
+def test_an_update_that_fails_is_told_with_its_line():
+    def unknown(_, group, p, state):
+        p.mul_(p.decay)
+
+    model, batch = nn.Linear(6, 3), (torch.randn(5, 6), torch.randn(5, 3))
+    own = Own(model.parameters(), unknown)
+    step = mt.train_step(model, functional.mse_loss, own, cache=None)
+    says = r"has no attribute 'decay' \(.*test_torch_step_optimizers.*, in unknown\)"
+    with pytest.raises(UnsupportedError, match=says):
+        step(*batch)
 
 
 @pytest.mark.parametrize("name", ["of_ones_own", "swapping"])

@@ -17,7 +17,7 @@ from mucudnn.runtime.training.loop import fit
 from mucudnn.runtime.training.trainer import Trainer
 from mucudnn.runtime.tuning.tuner import Tuner
 from tests.doubles import QUICK, without_collection
-from tests.training_cases import Epochs, examples, network, trainer, weights
+from tests.training_cases import Epochs, examples, network, trainer, tuner_of, weights
 
 BATCH = 8
 
@@ -464,3 +464,16 @@ def test_what_is_deleted_is_gone(nbytes, short_search):
         gone = [weakref.ref(made), weakref.ref(made.state)]
         del made
         assert [ref() for ref in gone] == [None, None]
+
+
+@pytest.mark.slow
+def test_alexnet_learns_two_patterns():
+    labels = np.arange(4) % 2
+    patterns = np.random.default_rng(0).standard_normal((2, 3, 67, 67))
+    made = Trainer(
+        get_model("alexnet")(4, image=67, classes=2),
+        tuner=tuner_of(),
+        optimizer=Momentum(0.01),
+    )
+    losses = [made.step(patterns[labels], labels).loss for _ in range(30)]
+    assert max(losses[-5:]) < 0.1

@@ -526,3 +526,17 @@ def test_a_common_unit_changes_nothing_but_the_sizes(batch, unit, data):
         ]
 
     assert front(unit) == front(1)
+
+
+@pytest.mark.parametrize("ask", ["plan", "prepare", "measure_all"])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (problem(8), r"problems must be a list of problems, such as \[problem\]"),
+        ((p for p in [problem(8)]), "problems must be a list .*, got <generator"),
+        (["conv1"], "problem must be a ConvProblem, got 'conv1'"),
+    ],
+)
+def test_what_is_not_a_list_of_problems_is_refused(ask, given, words):
+    with pytest.raises(TypeError, match=words):
+        getattr(tuner(), ask)(given)

@@ -14,17 +14,19 @@ from mucudnn.models.model import Model
 
 
 def _alexnet(g: GraphBuilder, x: str, classes: int) -> tuple[str]:
-    """Build the layers; section 5 has the initial deviation 0.01 and biases of 1."""
-    start, one = Normal(0.01), Constant(1.0)
-    x = g.relu(g.conv(x, 96, 11, stride=4, initializer=start))
+    """Build the layers; section 5 has the initial deviation 0.01."""
+    # The first layer's is that of pixels from 0 to 255 divided by their deviation, 60.
+    # Biases of 1 gave Caffe's authors a flat loss (models/bvlc_alexnet/readme.md).
+    start, raised = Normal(0.01), Constant(0.1)
+    x = g.relu(g.conv(x, 96, 11, stride=4, initializer=Normal(0.6)))
     x = g.max_pool(_normalised(g, x), 3, 2)
-    x = g.relu(g.conv(x, 256, 5, padding=2, bias=one, initializer=start))
+    x = g.relu(g.conv(x, 256, 5, padding=2, bias=raised, initializer=start))
     x = g.max_pool(_normalised(g, x), 3, 2)
     x = g.relu(g.conv(x, 384, 3, padding=1, initializer=start))
-    x = g.relu(g.conv(x, 384, 3, padding=1, bias=one, initializer=start))
-    x = g.relu(g.conv(x, 256, 3, padding=1, bias=one, initializer=start))
+    x = g.relu(g.conv(x, 384, 3, padding=1, bias=raised, initializer=start))
+    x = g.relu(g.conv(x, 256, 3, padding=1, bias=raised, initializer=start))
     x = g.max_pool(x, 3, 2)
-    return (dense_head(g, x, (4096, 4096), classes, initializer=start, bias=1.0),)
+    return (dense_head(g, x, (4096, 4096), classes, initializer=start, bias=0.1),)
 
 
 def _normalised(g: GraphBuilder, x: str) -> str:

@@ -6,6 +6,7 @@ from mucudnn.ir.sizes import format_count
 from mucudnn.passes.planning.plan_step import PolicyResult, best_technique
 from mucudnn.passes.registry import name_of
 from mucudnn.passes.residency import PLANNED
+from mucudnn.passes.scheduling.step_plan import StepPlan
 from mucudnn.report.memory_charts import (
     KINDS,
     Series,
@@ -17,6 +18,7 @@ from mucudnn.report.memory_charts import (
 from mucudnn.report.page import SHEETS, header, page, rendered
 from mucudnn.report.svg import Markup
 from mucudnn.report.text import NOTHING, Table, bytes_text, ms_text, speedup_text
+from mucudnn.report.trace import lanes_of
 from mucudnn.studies.memory_results import MemoryStudy
 
 _COLUMNS = (
@@ -30,7 +32,7 @@ _SPARE = (
     *("fits", "step ms", "remark", "peak"),
 )
 
-QUEUES = {
+_QUEUES = {
     "heavy": "convolutions and matrix products",
     "light": "all other nodes",
     "again": "recomputed nodes",
@@ -39,6 +41,12 @@ QUEUES = {
     "copy-out": "copies to the host",
     "copy-in": "copies from the host",
 }
+
+
+def queues_of(plan: StepPlan) -> dict[str, str]:
+    """Return the classes of boxes in a plan's lanes, and what they mean."""
+    used = "network" in lanes_of(plan)
+    return _QUEUES | ({"collective": "collectives"} if used else {})
 
 
 def heading(study: MemoryStudy) -> str:
@@ -293,7 +301,7 @@ def memory_body(study: MemoryStudy) -> Markup:
         faint={i for i, t in enumerate(study.techniques) if not t.fits},
         speeds=speed_chart(speed_series(study)) if several else None,
         kinds=KINDS,
-        queues=QUEUES,
+        queues=queues_of,
         memory_chart=memory_chart,
         stack_chart=stack_chart,
         lanes_chart=lanes_chart,

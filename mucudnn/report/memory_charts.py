@@ -182,7 +182,7 @@ def _merge_thin(
 
 def _style_class(plan: StepPlan, lane: Lane) -> str:
     if lane.engine == "network":
-        return "copy-out"
+        return "collective"
     if lane.engine != "compute":
         return f"copy-{lane.engine}"
     if origin(lane.name) != lane.name:

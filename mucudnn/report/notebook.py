@@ -18,11 +18,11 @@ from mucudnn.passes.scheduling.step_plan import CountedPlan, StepPlan
 from mucudnn.report.comparison import comparison_body, curve, plan_bar, timeline
 from mucudnn.report.fleet import fleet_body, fleet_facts, fleet_heading
 from mucudnn.report.memory import (
-    QUEUES,
     budget_text,
     heading,
     memory_body,
     memory_report,
+    queues_of,
 )
 from mucudnn.report.memory_charts import KINDS, lanes_chart, memory_chart, stack_chart
 from mucudnn.report.page import SHEETS, header, legend, page, rendered, styles, table
@@ -123,7 +123,7 @@ def _step_plan(
         chart=stack_chart(plan),
         kinds=KINDS,
         lanes=lanes_chart(plan),
-        queues=QUEUES,
+        queues=queues_of,
     )
     return _piece(SHEETS, "A training step", facts, content)
 

@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -78,7 +78,29 @@ _SHOWN = 3
 
 _log = logging.getLogger(__name__)
 
+_P = ParamSpec("_P")
 
+
+def _refuse_graphs(
+    make: Callable[_P, "CompileBackend"],
+) -> Callable[_P, "CompileBackend"]:
+    """Refuse `backend=mt.backend`, of which Dynamo calls the function with a graph."""
+
+    @functools.wraps(make)
+    def made(*args: _P.args, **options: _P.kwargs) -> Any:
+        if args and isinstance(args[0], torch.fx.GraphModule):
+            return _raiser(
+                TypeError(
+                    "backend=mt.backend is a function that makes a backend; call it: "
+                    "torch.compile(model, backend=mt.backend(budget=...))"
+                )
+            )
+        return make(*args, **options)
+
+    return made
+
+
+@_refuse_graphs
 def backend(
     *,
     budget: float | str | None = None,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from mucudnn.torch.capture.step import leaves_of, loss_of
+from mucudnn.torch.capture.step import leaves_of, loss_of, pair_of
 from mucudnn.torch.capture.step_tensors import Batch, StepSettings, called
 from mucudnn.torch.optimizer_update import own_gradients, scaled_closure_error
 
@@ -44,10 +44,11 @@ def run_eager_step(
     others = [p for p in parameters if id(p) not in known]
     scaler: Any = settings.scaler if settings.scales else None
     skipped = False
+    result: Any = None
 
     def run_passes() -> tuple[torch.Tensor, list[Any]]:
         """Run forward and backward; leave the gradients that the optimizer needs."""
-        nonlocal skipped
+        nonlocal skipped, result
         for leaf in before:
             leaf.grad = None
         # What computed the batch is not trained by this step, nor is the batch.
@@ -59,7 +60,8 @@ def run_eager_step(
         for tensors, divisor in batch.parts(given, settings.accumulate):
             torch.clear_autocast_cache()  # of casts before the last update
             args, kwargs = batch.arguments(tensors)
-            loss, found = loss_of(loss_fn(called(model, args, kwargs), *args[1:]))
+            result = loss_fn(called(model, args, kwargs), *args[1:])
+            loss, found = loss_of(result)
             extras.append(
                 pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, found)
             )
@@ -130,6 +132,7 @@ def run_eager_step(
         finally:
             torch.clear_autocast_cache()  # of parameters that the update has changed
     optimizer._opt_called = True  # what schedulers look for
+    found: Any = tuple(extras) if settings.accumulate > 1 else extras[0]
     if all(part is None for part in extras):
-        return loss
-    return loss, (tuple(extras) if settings.accumulate > 1 else extras[0])
+        found = None
+    return pair_of(loss, found, type(result))

@@ -45,7 +45,7 @@ from mucudnn.torch.capture.known_values import known_values
 from mucudnn.torch.capture.optimizers import UpdateNotRecordedError, with_state
 from mucudnn.torch.capture.python_state import Kind, Read
 from mucudnn.torch.capture.reads import UnsoundCaptureError
-from mucudnn.torch.capture.step import CapturedStep, capture_step
+from mucudnn.torch.capture.step import CapturedStep, capture_step, pair_of
 from mucudnn.torch.capture.step_tensors import (
     PLAIN,
     Batch,
@@ -532,7 +532,7 @@ class TrainStep:
             if later is not self._sharding:
                 self._sharding = later
                 self._planned.clear()
-        return loss if extras is None else (loss, extras)
+        return pair_of(loss, extras, captured.returned)
 
     def _with_own_update(
         self, variant: Variant, given: list[torch.Tensor]
@@ -617,6 +617,11 @@ class TrainStep:
                 elif isinstance(e, UpdateNotRecordedError):
                     self._settings = replace(self._settings, recorded=False)
                     self._update_reason = str(e)
+                    _log.warning(
+                        "the optimizer updates in eager mode, after the planned "
+                        "passes, which takes memory for all gradients: %s",
+                        e,
+                    )
                     self._commit.withdraw_state()  # the optimizer makes its own
                     self._commit.keep_state()
                 else:

@@ -159,6 +159,11 @@ def build_gradients(
         graph = with_scale_as_state(training_graph(forward, loss_scale=None), scale)
     else:
         graph = training_graph(forward, loss_scale=scale)
+    if not graph.gradients:
+        raise ValueError(
+            "the loss depends on no parameter, so there is nothing to train; add a "
+            "layer with parameters, such as conv or linear"
+        )
     return choices.library(graph)
 
 

@@ -9,11 +9,18 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NoReturn, Self
 
-from mucudnn.arguments import check_integer
+from mucudnn.arguments import check_integer, check_type
 from mucudnn.backends import Backend, get_backend
 from mucudnn.backends.recorded import recording_of
 from mucudnn.errors import PlanningError
@@ -403,6 +410,10 @@ class Tuner:
         memory_limit: float = math.inf,
     ) -> tuple[PerfTable, ...]:
         """Return tables, the kept ones that cover the limits and new ones."""
+        wanted = "a list of problems, such as [problem]"
+        check_type("problems", problems, Collection, wanted)
+        for problem in problems:
+            check_type("problem", problem, ConvProblem, "a ConvProblem")
         found = self._known(problems, limits)
         if any(problem not in found for problem in problems):
             # Two kernels that are timed at once would disturb each other.

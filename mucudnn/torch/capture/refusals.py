@@ -221,6 +221,10 @@ class RefusedOperations(TorchDispatchMode):  # type: ignore[misc]  # no types he
                     )
                 # PyTorch would take the present values of outside tensors for constant.
                 get_proxy_slot(from_fun(result), mode.tracer).constant = None
+        if func is torch.ops.aten._local_scalar_dense.default:
+            last = next(reversed(self._calls.tracer.graph.nodes))
+            if last.target is func:
+                last.meta["line"] = line_now()  # for the reason not to compile
         return found
 
     def _reason(

@@ -166,7 +166,10 @@ class RepeatedCalls:
         if kind in _PLAIN:
             return (kind, value), value
         if kind is torch.SymFloat:
-            return kind, fetch_sym_proxy(self.tracer)(value).node
+            number = fetch_sym_proxy(self.tracer)(value)
+            if isinstance(number, float):  # such as lr * 0.0
+                return (float, number), number
+            return kind, number.node
         if kind in (tuple, list):
             pairs = [self._argument(v, operands) for v in value]
             return (kind, *(k for k, _ in pairs)), kind([n for _, n in pairs])

@@ -74,7 +74,7 @@ from mucudnn.torch.distributed.sharding import (
 )
 from mucudnn.torch.execution.devices import autocast_off
 from mucudnn.torch.internals import replaced, without_wrapped_functions
-from mucudnn.torch.source_lines import line_now, storage_of
+from mucudnn.torch.source_lines import line_now, line_of_traceback, storage_of
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -93,6 +93,7 @@ class CapturedStep:
         extras: Nesting of the results beside the loss: a pair of the loss function's
             auxiliary results, and the values of `reads.effects`.
         stored: Places of inputs of the step that are among `extras` themselves.
+        returned: Type of what the loss function returned.
         reads: The Python state that the step has read and changed.
         known: Values computed before the step: conditions under which the graph is
             valid, and further inputs of the graph, named `known.i`.
@@ -114,6 +115,7 @@ class CapturedStep:
     backward: frozenset[str]
     extras: Any
     stored: Sequence[int]
+    returned: type
     reads: Reads
     known: Sequence[Known] = ()
     known_bytes: int = 0
@@ -270,6 +272,7 @@ def _trace(
         frozenset(tracer.backward),
         tracer.extras,
         tracer.stored,
+        tracer.returned,
         reads,
         tuple(shapes.known),
         known_bytes,
@@ -348,6 +351,7 @@ class _Tracer:
     identities: dict[int, int] = field(default_factory=dict)  # of stand-ins
     extras: Any = None
     stored: Sequence[int] = ()
+    returned: type = tuple
     effects: Sequence[Effect] = ()
     made: Mapping[StateKey, torch.Tensor] = field(default_factory=dict)
     # Gradients by parameter if the update is not recorded; with a scaler the last one,
@@ -579,6 +583,7 @@ class _Tracer:
                     "which a planned step has a copy only; return what it computes, "
                     f"or change a copy, such as {type(container).__name__}(…)"
                 )
+        self.returned = type(result)
         loss, extras = loss_of(result)
         return loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, extras)
 
@@ -620,7 +625,8 @@ class _Tracer:
             except UnsupportedError as e:
                 raise UpdateNotRecordedError(str(e)) from e
             except Exception as e:  # the optimizer's code may raise anything
-                raise UpdateNotRecordedError(f"{type(e).__name__}: {e}") from e
+                text = f"{e}{line_of_traceback(e.__traceback__)}"
+                raise UpdateNotRecordedError(f"{type(e).__name__}: {text}") from e
         for tensor, old in zip(changed, before, strict=True):
             if from_fun(tensor) is not old:
                 tensor.copy_(torch.where(found, to_fun(old), tensor))
@@ -862,6 +868,13 @@ def loss_of(result: Any) -> tuple[torch.Tensor, Any]:
                 "same in every step; return tensors only, without item()"
             )
     return loss, extras
+
+
+def pair_of(loss: torch.Tensor, extras: Any, returned: type) -> Any:
+    """Return the results of a step as its loss function does, also by their names."""
+    if (make := getattr(returned, "_make", None)) is not None:  # a NamedTuple
+        return make((loss, extras))
+    return loss if extras is None else (loss, extras)
 
 
 def leaves_of(*results: torch.Tensor) -> Iterator[torch.Tensor]:

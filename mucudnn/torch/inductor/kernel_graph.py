@@ -662,8 +662,9 @@ def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
         if free and (returns_view(node.target) or _is_number(node)):
             views.add(node)
         elif isinstance(node.meta.get("val"), _NUMBERS):
+            where = node.meta.get("line") or f" ({node.name})"
             raise NotCompiledError(
-                f"the passes read a number that changes from step to step ({node.name})"
+                f"the passes read a number that changes from step to step{where}"
             )
     pairs: list[list[torch.fx.Node]] = []
     behind = True

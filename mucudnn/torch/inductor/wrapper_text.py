@@ -65,6 +65,9 @@ class KernelLine:
         operands: Values that it takes.
         results: Values that it makes; first those that the wrapper allocates.
         layouts: Layouts of the results that the wrapper allocates, in their order.
+        text: The call, in values.
+        allocated: Allocation of each value that the wrapper allocates.
+        space: Globals of the wrapper.
         changes: Operands that it writes to.
         random: Whether it draws random numbers.
         pure: Whether it may run twice.
@@ -73,10 +76,7 @@ class KernelLine:
         pointers: Value of each of the kernel's parameters, or a size.
         convolution: The line as a call of PyTorch's convolution or its gradient; None
             if it is another one.
-        text: The call, in values.
         paths: What follows the call's result for each other result.
-        allocated: Allocation of each value that the wrapper allocates.
-        space: Globals of the wrapper.
         gpu: The GPU that the line is guarded for, if any.
     """
 
@@ -84,17 +84,17 @@ class KernelLine:
     operands: Sequence[str]
     results: Sequence[str]
     layouts: Mapping[str, Layout]
-    changes: Sequence[str]
-    random: bool
-    pure: bool
-    heavy: bool
-    kernel: Kernel | None
-    pointers: Sequence[str | int | None]
-    convolution: Call | None
     text: str
-    paths: Sequence[str]
     allocated: Mapping[str, str]
     space: dict[str, Any] = field(repr=False)
+    changes: Sequence[str] = ()
+    random: bool = False
+    pure: bool = True
+    heavy: bool = False
+    kernel: Kernel | None = None
+    pointers: Sequence[str | int | None] = ()
+    convolution: Call | None = None
+    paths: Sequence[str] = ()
     gpu: int | None = None
 
     @cached_property
@@ -386,6 +386,9 @@ class _Reader:
             operands,
             [*made, *(items.values() or ([result] if result else []))],
             {v: self._layout(v) for v in made},
+            ast.unparse(call),
+            self._allocated,
+            self._space,
             changes,
             random,
             pure=not random and not outside and not changes,
@@ -393,10 +396,7 @@ class _Reader:
             kernel=kernel,
             pointers=pointers,
             convolution=_convolution(call, operands, tuple(items) or (None,)),
-            text=ast.unparse(call),
             paths=[] if result is None else [f"[{i}]" for i in items] or [""],
-            allocated=self._allocated,
-            space=self._space,
             gpu=self._gpu,
         )
 
@@ -407,17 +407,9 @@ class _Reader:
             [],
             [value],
             {value: self._layout(value)},
-            [],
-            random=False,
-            pure=True,
-            heavy=False,
-            kernel=None,
-            pointers=[],
-            convolution=None,
-            text="None",
-            paths=[],
-            allocated=self._allocated,
-            space=self._space,
+            "None",
+            self._allocated,
+            self._space,
             gpu=self._gpu,
         )
 
