@@ -282,6 +282,23 @@ def test_parts_of_a_batch_are_accumulated(size, parts):
     assert mine[1].num_batches_tracked == 3 * parts
 
 
+def test_saved_tensors_may_have_no_elements():
+    def step_of(budget):
+        torch.manual_seed(0)
+        layers = nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
+        bag = nn.EmbeddingBag(20, 8, mode="sum")
+        model = nn.Sequential(bag, *layers, nn.Linear(64, 3))
+        loss_fn = functional.cross_entropy
+        return mt.train_step(model, loss_fn, sgd(model), budget=budget, cache=None)
+
+    batch = torch.arange(128).view(64, 2) % 20, torch.arange(64) % 3
+    free, least = step_of(None), least_bytes(step_of(1024).prepare, *batch)
+    wanted = free(*batch)
+    between = step_of((least + free.plan.peak_bytes) // 2)
+    assert between(*batch) == wanted
+    assert between.plan.peak_bytes < free.plan.peak_bytes
+
+
 def test_parts_of_a_batch_leave_and_come_back():
     def step_of(budget):
         torch.manual_seed(0)
