@@ -603,13 +603,16 @@ class LiveParts:
                 if isinstance(value, list) and (key == "params" or recorded):
                     self._note(Kind.CONTENTS, value, None, label)
             for parameter in group["params"] if recorded else ():
-                self._read_state(self._optimizer.state.get(parameter), i)
+                self._read_state(parameter, i)
 
-    def _read_state(self, state: Any, group: int) -> None:
+    def _read_state(self, parameter: torch.Tensor, group: int) -> None:
+        state = self._optimizer.state.get(parameter)
         if state is None:
             return
         label = f"the optimizer's state in group {group}"
         self._note(Kind.SIZE, state, None, label)
+        if not state:  # another dict may take the place of an empty one
+            self._note(Kind.ENTRY, self._optimizer.state, parameter, label)
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 self._note(Kind.ENTRY, state, key, f"{key!r} of {label}")
