@@ -626,6 +626,8 @@ trained_number_of_another_model_is_read
     | m.others[0].data.add_(1.0) | is_planned
 parameter_is_lent_to_the_step
     | last=nn.Linear(4, 4) | unbiased(s.last, out) | | is_planned
+load_of_experts_is_read
+    | load=nn.Buffer(torch.zeros(4)) | out * torch.exp(-s.load) | | is_planned
 products_with_a_number_round_otherwise_in_place
     | | (out.bfloat16().abs() ** 1.7).float() | | is_planned
 """)
