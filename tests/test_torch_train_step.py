@@ -3,6 +3,7 @@
 import logging
 import re
 import threading
+from dataclasses import make_dataclass
 from functools import partial
 
 import pytest
@@ -394,6 +395,15 @@ def test_a_batch_has_many_forms():
         step(x=x, other=other, labels=3.0)
     with pytest.raises(TypeError, match="without a batch"):
         step()
+    Target = make_dataclass("Target", [("values", torch.Tensor)])
+    model, optimizer = fresh()
+    step = mt.train_step(
+        model, lambda out, y: of_target(out, y.values), optimizer, cache=None
+    )
+    with pytest.raises(TypeError, match=r"torch\.export\.register_dataclass\(cls\)"):
+        step((x, other), Target(y))
+    torch.export.register_dataclass(Target)
+    assert step((x, other), Target(y)).item() == first.item()
 
 
 def test_a_compiled_loop_calls_a_step_as_it_is():

@@ -79,7 +79,8 @@ class Batch:
                 raise TypeError(
                     f"the batch has a {type(leaf).__name__}; it must contain tensors "
                     "only, as in step(x, y), step((x1, x2), y) or step(**batch); "
-                    "pass a number that changes between steps as torch.tensor(number)"
+                    "pass a number that changes between steps as torch.tensor(number); "
+                    "register a dataclass by torch.export.register_dataclass(cls)"
                 )
         tensors = tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
         leaves = tuple(None if isinstance(v, torch.Tensor) else (v,) for v in flat)
