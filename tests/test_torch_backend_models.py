@@ -153,6 +153,10 @@ views that are returned
     | wide, some, given = call(x)
     ; assert memory_of(given) == memory_of(x) != memory_of(some) == memory_of(wide)
     ; (wide.square().mean() + some.sum()).backward(); (wide, some, given)
+one result twice, as distributions return their parameters
+    | y = m.second(m.hidden(x)); (y, torch.broadcast_tensors(y, y * 2)[0])
+    | one, other = call(x); (one.tanh().sum() + other.square().sum()).backward()
+    ; (one, other)
 gradients of several backward passes
     | m.second(functional.dropout(m.hidden(x))).square().mean()
     | losses = [call(x * k) for k in (1, 2, 3)]
