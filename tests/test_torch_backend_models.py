@@ -188,6 +188,21 @@ def test_results_of_a_model_are_those_of_eager_mode(name):
     check_against_eager(*RUNS[name](), measured=False)
 
 
+def test_inputs_of_one_memory_may_be_apart_later():
+    x, other = torch.randn(2, 4, 6)
+    layer = nn.Linear(6, 3)
+    call = torch.compile(lambda a, b: layer(a) * b.sum(), backend=mt.backend())
+    for given in ((x, x.detach()), (x, other), (x[1:], x[1:].detach()), (x[1:], x)):
+        wanted = layer(given[0]) * given[1].sum()
+        found = call(*given)
+        assert torch.equal(found, wanted)
+        gradients = [
+            torch.autograd.grad(out.square().sum(), layer.weight)[0]
+            for out in (wanted, found)
+        ]
+        assert torch.equal(*gradients)
+
+
 def test_autocast_around():
     def plain(self, x):
         return self.second(self.hidden(x)).float().square().mean()

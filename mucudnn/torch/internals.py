@@ -213,24 +213,28 @@ def view_of_fake(base: FakeTensor, like: FakeTensor) -> FakeTensor:
 
 
 def refresh_values(module: torch.fx.GraphModule) -> None:
-    """Recompute fake values of a joint graph whose storages are not as in a run.
+    """Recompute fake values of a joint graph whose storages are not as in every run.
 
     Dynamo turns Python numbers that change from call to call into tensors, without
     updating the values of the nodes computed from them. Tangents of results that share
-    memory have one fake storage, but are different tensors.
+    memory have one fake storage, but are different tensors; inputs that are the same
+    tensor in the first run may be different ones later.
     """
     nodes = module.graph.find_nodes(op="placeholder")
-    tangents: dict[int, list[torch.fx.Node]] = {}  # by storage
+    seen: set[Any] = set()
+    shared = False
     for node in nodes:
-        value = node.meta["val"]
-        if "tangents" in node.name and value.layout is torch.strided:
-            tangents.setdefault(storage_of(value), []).append(node)
-    shared = [node for same in tangents.values() for node in same[1:]]
-    for node in shared:
-        value = node.meta["val"]
-        node.meta["val"] = value.new_empty_strided(value.shape, value.stride())
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            layout = value.shape, value.stride(), value.storage_offset()
+            place = storage_of(value), () if "tangents" in node.name else layout
+            if place in seen:
+                shared = True
+                size = value.untyped_storage().nbytes() // value.itemsize
+                node.meta["val"] = value.new_empty(size).as_strided(*layout)
+            seen.add(place)
     if shared or any(map(_is_stale_view, module.graph.nodes)):
-        given = [node.meta["val"] for node in nodes]
+        given = [node.meta.get("val") for node in nodes]
         tensors = (value for value in given if isinstance(value, FakeTensor))
         mode = next(tensor.fake_mode for tensor in tensors)
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*given)
