@@ -358,6 +358,17 @@ class Two(nn.Module):
         return found
 
 
+class Both(nn.Module):
+    """A module that takes all inputs of another one as one argument."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, several):
+        return self.model(*several)
+
+
 def test_a_batch_has_many_forms():
     def fresh():
         torch.manual_seed(0)
@@ -395,6 +406,12 @@ def test_a_batch_has_many_forms():
         step(x=x, other=other, labels=3.0)
     with pytest.raises(TypeError, match="without a batch"):
         step()
+    model, optimizer = fresh()
+    step = mt.train_step(Both(model), of_labels, optimizer, cache=None)
+    with pytest.raises(TypeError) as caught:
+        step((x, other, y))
+    assert "step(((x, y),))" in caught.value.__notes__[0]
+    assert step(((x, other, y),)).item() == first.item()
     Target = make_dataclass("Target", [("values", torch.Tensor)])
     model, optimizer = fresh()
     step = mt.train_step(

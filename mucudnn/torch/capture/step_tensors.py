@@ -192,7 +192,8 @@ def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if len(args) == 1 and isinstance(args[0], tuple | list | Mapping):
             e.add_note(
                 "the step was given one argument, which is the model's input; pass the "
-                "arguments of loss_fn after it: step(x, y), not step((x, y))"
+                "arguments of loss_fn after it: step(x, y), not step((x, y)); a model "
+                "that takes a tuple as one argument is given step(((x, y),))"
             )
         raise
 
