@@ -13,6 +13,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[str]]] = {
     "front": front.page_lines,
     "gaps": gaps.page_lines,
     "torch-sharded": torch_sharded.page_lines,
+    "torch-sharded-compiled": torch_sharded.page_lines,
     "torch-cuda": torch_cuda.page_lines,
 }
 """File in `bench/results` -> the lines that its page shows of it."""

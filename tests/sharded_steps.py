@@ -12,6 +12,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor import config
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -72,6 +73,21 @@ class Partly(nn.Module):
         return self.layers(x) * self.scale
 
 
+class Skipping(nn.Module):
+    """Uses inputs of blocks, which have several gradients in them, beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin, self.block, self.last = nn.Linear(6, 22), Block(), Block()
+        self.end = nn.Linear(22, 3)
+
+    def forward(self, x):
+        x = self.begin(x)
+        y = self.block(x)
+        z = self.block(y + x)
+        return self.end(self.last(z) + self.last(y) + x)
+
+
 def normalized():
     return nn.Sequential(
         nn.Linear(6, 22), nn.BatchNorm1d(22), nn.ReLU(), nn.Dropout(0.3), Block(),
@@ -122,6 +138,7 @@ CASES = {
     "wide": (wide, sharded, adamw, {"budget": "80%"}),
     "tight": (layered, sharded, adamw, {"budget": "75%"}),
     "tied": (Tied, sharded, adamw, {}),
+    "skipping": (Skipping, sharded, momentum, {}),
     "partly": (Partly, sharded, momentum, {}),
     "normalized": (normalized, sharded, adamw, {}),
     "bfloat16": (layered, low_precision, adamw, {}),
@@ -309,6 +326,87 @@ def scaled():
     return differs
 
 
+def compiled():
+    """Kernels of Inductor, beside `torch.compile` of the whole model on every rank."""
+    found = []
+    for made, wrap, options in (
+        (layered, sharded, {"budget": "90%", "accumulate": 2}),
+        (normalized, DistributedDataParallel, {}),
+        (Conv, DistributedDataParallel, {}),
+    ):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        whole, mine = made(), wrap(made())
+        theirs = whole, momentum(whole.parameters())
+        whole.load_state_dict(full(mine))
+        parts = mine, mse, momentum(mine.parameters())
+        step = mt.train_step(*parts, cache=None, inductor=True, **options)
+        loss_of = torch.compile(lambda x, y, model=whole: mse(model(x), y))
+        torch.manual_seed(100 + dist.get_rank())
+        count = options.get("accumulate", 1)
+        for _ in range(2):
+            x, y = batch()
+            state = torch.get_rng_state()
+            if wrap is DistributedDataParallel:
+                for buffer in whole.buffers():
+                    dist.broadcast(buffer, 0)
+            summed = [0.0 for _ in whole.parameters()]
+            for rows in zip(x.chunk(count), y.chunk(count), strict=True):
+                whole.zero_grad()
+                (loss_of(*rows) / count).backward()
+                for i, parameter in enumerate(whole.parameters()):
+                    dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+                    summed[i] += parameter.grad
+            for parameter, gradient in zip(whole.parameters(), summed, strict=True):
+                parameter.grad = gradient
+            theirs[1].step()
+            torch.set_rng_state(state)
+            step(x, y)
+        names = whole.state_dict()
+        now = full(mine)
+        found += [f"{n} {made}" for n in names if not torch.equal(names[n], now[n])]
+        if not step.plan.kernels:
+            found.append(f"{made} is not compiled")
+        room = step.plan.peak_bytes - step.plan.resident_bytes
+        if min(real_peak(lambda step=step: step(*batch())) for _ in range(3)) > room:
+            found.append(f"{made} takes more than planned")
+    mine = sharded(layered())
+    parts = mine, mse, momentum(mine.parameters())
+    step = mt.train_step(*parts, cache=None, inductor=True)
+    missing = {"cpp.cxx": ("no-such-compiler",)} if dist.get_rank() else {}
+    with config.patch(missing), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step(*batch())
+    words = "install g++" if dist.get_rank() else "another rank cannot compile it"
+    if not any(words in str(w.message) for w in warned) or step.plan.kernels:
+        found.append("one rank has no compiler")
+    return found
+
+
+def full(model):
+    """The state of a model with whole tensors, and without prefixes."""
+    return {
+        name.removeprefix("module."): (
+            value.full_tensor() if hasattr(value, "full_tensor") else value
+        )
+        for name, value in model.state_dict().items()
+    }
+
+
+class Conv(nn.Module):
+    """Has gradients that Inductor stores channels last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 8, 3, bias=False)
+        self.end = nn.Linear(8 * 2 * 2, 3)
+
+    def forward(self, x):
+        x = x.repeat(1, 6).view(-1, 1, 6, 6)
+        x = nn.functional.relu(self.second(self.first(x)))
+        return self.end(x.flatten(1))
+
+
 def own_sum(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A user's own way to sum gradients."""
     future = torch.futures.Future()
@@ -343,6 +441,16 @@ def refused():
 
         return sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
+    def gathered(model):
+        model = sharded(model)
+        model.set_reshard_after_backward(False)
+        return model
+
+    def gathering(model):
+        model = sharded(model)
+        model.set_custom_all_gather(own_sum)
+        return model
+
     def hooked(model):
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, own_sum)
@@ -360,6 +468,8 @@ def refused():
         "split": message_of(lambda: step(split="auto")),
         "verify": message_of(lambda: step(verify=1)),
         "offload": message_of(lambda: step(wrap=offloaded)),
+        "gathered": message_of(lambda: step(wrap=gathered)),
+        "gathering": message_of(lambda: step(wrap=gathering)),
         "hook": message_of(lambda: step(wrap=hooked)),
         "one rank": message_of(lambda: step(model=failing)(x, y)),
     }
@@ -407,7 +517,7 @@ def killed(folder):
 
 FEATURES = {
     function.__name__: function
-    for function in (apart, between, accumulated, scaled, refused)
+    for function in (apart, between, accumulated, scaled, compiled, refused)
 }
 
 

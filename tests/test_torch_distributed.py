@@ -262,13 +262,13 @@ MODULE = "tests.sharded_steps"
 
 GROUPS = (
     (2, ("fsdp", "wide", "tight", "tied", "partly")),
-    (2, ("normalized", "bfloat16", "float16", "inner only", "clipped")),
+    (2, ("normalized", "skipping", "bfloat16", "float16", "inner only", "clipped")),
     (2, ("ddp", "ddp clipped", "ddp normalized", "ddp unused")),
     (4, ("tight", "ddp", "ddp unused")),
 )
 """Numbers of ranks, and cases that they try one after another: starting takes long."""
 
-FEATURES = ("apart", "between", "accumulated", "scaled")
+FEATURES = ("apart", "between", "accumulated", "scaled", "compiled")
 AROUND = (*FEATURES, "refused")
 
 
@@ -303,7 +303,7 @@ def test_steps_have_the_bits_of_pytorchs_own_within_the_planned_bytes(
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_what_goes_on_around_steps_is_seen(feature, results):
-    """Other ranks; evaluation, checkpoints, rates; parts of batches; scaled losses."""
+    """Other ranks; evaluation, checkpoints, rates; parts; scaled losses; Inductor."""
     for rank in results(2, AROUND):
         assert not any(rank[feature]), rank[feature]
 
@@ -318,6 +318,8 @@ def test_what_goes_on_around_steps_is_seen(feature, results):
         ("split", "split='auto' is not supported for a model of several ranks"),
         ("verify", "verify=1 is not supported for a model of several ranks"),
         ("offload", "fully_shard with CPUOffloadPolicy"),
+        ("gathered", "fully_shard with set_reshard_after_backward(False)"),
+        ("gathering", "fully_shard with collectives of your own"),
         ("hook", "DistributedDataParallel with a communication hook"),
         ("one rank", "ArithmeticError: only here"),
     ],

@@ -170,13 +170,10 @@ def test_models_that_replace_what_they_hold_are_equal(name):
     assert set(vars(model)) == names
 
 
-@pytest.mark.parametrize(
-    "optimizer_of", [optim.Rprop, lambda p: optim.AdamW(p, fused=True)]
-)
-def test_rounding_is_allowed_where_steps_are_rounded(optimizer_of):
+def test_rounding_is_allowed_where_steps_are_rounded():
     """Bias before a batch norm: gradients are noise, updates are as large as others."""
     model, loss_fn, batch = build("cnn")
-    optimizer = optimizer_of(model.parameters())
+    optimizer = optim.Rprop(model.parameters())
     step = mt.train_step(model, loss_fn, optimizer, cache=None, split=2, verify=1)
     losses = [step(*batch).item() for _ in range(3)]
     assert len(set(losses)) == 3

@@ -197,12 +197,11 @@ def train_step(
 
     Under `torch.autocast` the model and the loss are cast; gradients and the update are
     computed outside of it, as PyTorch recommends. Results equal those of eager mode,
-    bit for bit, with four exceptions: in-place operations on a part of a tensor write
+    bit for bit, with three exceptions: in-place operations on a part of a tensor write
     to memory of their own, and kernels may round strided memory differently from dense
     memory (the sigmoids of `nn.GRU` and `nn.GRUCell` do, unless their width is a
     multiple of 32); the gradient of a product (`prod`) is always computed as if the
-    product had zeros; an optimizer with `fused=True` updates CPU models by PyTorch's
-    plain operations; and the function of a checkpoint runs once, so that running
+    product had zeros; and the function of a checkpoint runs once, so that running
     statistics within it change once, too, where eager mode changes them twice.
 
     Args:
@@ -259,7 +258,7 @@ def train_step(
             eager mode, which runs first, on the same objects, and is undone. Loss,
             extra results, parameters, buffers, the states of optimizer and scaler, and
             the batch must be equal, or within rounding with a tuner, a split,
-            `inductor`, a fused optimizer or a GRU. With `inductor`, all steps then draw
+            `inductor` or a GRU. With `inductor`, all steps then draw
             eager mode's random numbers, not those of `torch.compile`. A compared step
             exceeds the budget: it takes what eager mode needs and a copy of parameters,
             buffers and optimizer state, then the planned peak and two such copies.
@@ -305,7 +304,6 @@ def train_step(
             "tuner": tuner,
             "offload_state": options.offload_state,
             "split": split != WHOLE and split,
-            "inductor": options.inductor,
             "tiers": tiers,
             "verify": verify,
             "fallback": fallback != "refuse" and fallback,
@@ -737,10 +735,15 @@ class TrainStep:
                     if self._ranks is None:
                         program = self._program(lowered)
                     else:
-                        self._ranks.measure(lowered.lowered, lowered.known)
+                        own = lowered.lowered
+                        if self._options.inductor and lowered.compiled is not None:
+                            of_sizes = self._options.compiled
+                            own = self._ranks.compiled(
+                                partial(lowered.compiled, of_sizes, tuned=False)
+                            )
+                        self._ranks.measure(own, lowered.known)
                         plan = self._ranks.decided(lambda: self._program(lowered).plan)
-                        own_graph = lowered.finish(lowered.lowered)
-                        program = PlannedProgram(own_graph, plan, None)
+                        program = PlannedProgram(lowered.finish(own), plan, None)
                     if self._automatic is not None:
                         self._budget = program.plan.budget
                 except PlanningError as e:

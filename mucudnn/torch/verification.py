@@ -48,8 +48,8 @@ class VerifiedStep:
     """A step to be checked; its parts are those of `run_eager_step`.
 
     Attributes:
-        exact: Whether results must be equal, not only up to rounding. Updates of fused
-            optimizers on the CPU and GRUs are planned as PyTorch's plain ones.
+        exact: Whether results must be equal, not only up to rounding. GRUs are planned
+            as PyTorch's plain operations.
     """
 
     model: torch.nn.Module
@@ -70,14 +70,8 @@ class VerifiedStep:
         kept = _Kept([root, self.optimizer, scaler, *tensors])
         wanted = self._eager_results(kept)
         noise: dict[str, float] = {}
-        groups = self.optimizer.param_groups
-        # Fused updates on the CPU are planned as plain operations, which are rounded.
-        exact = self.exact and not any(
-            group.get("fused") and any(p.is_cpu for p in group["params"])
-            for group in groups
-        )
         units = torch.nn.GRU, torch.nn.GRUCell
-        if not exact or any(isinstance(m, units) for m in root.modules()):
+        if not self.exact or any(isinstance(m, units) for m in root.modules()):
             noisy = self._eager_results(kept, [*root.parameters(), *tensors])
             noise = {n: _allowed(wanted[n], noisy.get(n, _MISSING)) for n in wanted}
         result = planned()

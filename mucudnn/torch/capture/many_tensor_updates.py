@@ -31,6 +31,7 @@ FUSED: Mapping[Any, Any] = {
     torch._fused_sgd_: _aten._fused_sgd_,
     torch._fused_adam_: _aten._fused_adam_,
     torch._fused_adamw_: _aten._fused_adamw_,
+    torch._fused_adagrad_: _aten._fused_adagrad_,
 }
 """Functions that fused optimizers call -> operators."""
 

@@ -185,11 +185,9 @@ def _check_group(group: Mapping[str, Any], place: int) -> None:
 def _one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
     """Turn off kernels over many tensors: each is updated once its gradient exists.
 
-    Fused kernels of CUDA stay: `record_fused` records them tensor by tensor.
+    Fused kernels stay: `record_fused` records them tensor by tensor.
     """
-    on_cuda = all(parameter.is_cuda for parameter in group["params"])
-    keys = ("foreach",) if group.get("fused") and on_cuda else ("foreach", "fused")
-    return {key: False for key in keys if key in group}
+    return {"foreach": False} if "foreach" in group else {}
 
 
 def _lent(key: str, value: Any) -> Any:

@@ -105,6 +105,7 @@ class CapturedStep:
         updates_many: Whether eager mode updates many tensors by one call.
         sharding: The ranks that make the step together, if there are several.
         as_compiled: Whether operations are those that `torch.compile` traces.
+        exchanges: Nodes that gather what the passes read, or sum their gradients.
     """
 
     module: torch.fx.GraphModule
@@ -121,6 +122,7 @@ class CapturedStep:
     updates_many: bool = False
     sharding: Sharding | None = None
     as_compiled: bool = False
+    exchanges: frozenset[str] = frozenset()
 
 
 _BACKWARD = torch.autograd.backward
@@ -276,6 +278,7 @@ def _trace(
         settings.recorded and updates_many(optimizer),
         sharding,
         tracer.as_compiled,
+        tracer.exchanges,
     )
 
 
@@ -335,6 +338,7 @@ class _Tracer:
     watches_calls: bool
     shapes: KnownShapes = field(init=False)  # of the trace
     calls: RepeatedCalls = field(init=False)
+    sent: frozenset[str] = frozenset()
     gathers: frozenset[str] = frozenset()
     sums: set[str] = field(default_factory=set)
     order: list[str] = field(default_factory=list)  # of gradients, as they come
@@ -366,6 +370,12 @@ class _Tracer:
             self.settings.floats,
             watches_calls=self.watches_calls,
         )
+
+    @property
+    def exchanges(self) -> frozenset[str]:
+        """Nodes that gather what the passes read, or sum their gradients."""
+        sharded = self.sharding is not None and self.sharding.kind == "fsdp"
+        return self.sent | self.sums | (self.gathers if sharded else frozenset())
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
         # Tracing disables autocast's cache, so a parameter would be cast at every use,
@@ -402,7 +412,7 @@ class _Tracer:
             before = _names_now()
             with torch.no_grad():
                 self.sharding.sent(buffers)
-                sent = _names_now()
+                self.sent = _names_now() - before
                 whole = self.sharding.gathered(parameters)
         leaves = {
             name: leaf_of(tensor, parts.parameters[name])
@@ -411,7 +421,7 @@ class _Tracer:
         self.leaves = frozenset(map(id, leaves.values()))
         if self.sharding is not None:
             # Leaves are operations of the graph, too, which read what is gathered.
-            self.gathers = _names_now() - sent
+            self.gathers = _names_now() - before - self.sent
             self.forward |= _names_now() - before
             for name, leaf in leaves.items():
                 if leaf.requires_grad:

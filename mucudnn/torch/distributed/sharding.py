@@ -18,12 +18,12 @@ import math
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from typing import Any, Literal
+from functools import cache, partial, reduce
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,14 @@ from torch.nn.parallel import DistributedDataParallel
 from mucudnn.errors import UnsupportedError
 
 Kind = Literal["fsdp", "ddp"]
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=_Named)
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -144,6 +152,11 @@ class Sharding:
         if not self.rebuilds or self.size <= _COMMUTE:
             return self
         return replace(self, buckets=(), rebuilds=False)
+
+    @property
+    def is_even(self) -> bool:
+        """True if all ranks have parts of the same shapes."""
+        return all(part.shape[0] % self.size == 0 for part in self.parts.values())
 
     def rows(self, name: str) -> int:
         """Return the rows of the largest part of a parameter, that of rank 0."""
@@ -426,6 +439,11 @@ def _check_group(group: Any) -> None:
         "set_gradient_divide_factor": group.gradient_divide_factor is not None,
         "an all-reduce hook": group._all_reduce_hook is not None,
         "set_requires_gradient_sync(False)": not group.reduce_grads,
+        "set_reshard_after_backward(False)": not group.reshard_after_backward,
+        "collectives of your own": any(
+            not type(comm).__module__.startswith("torch.")
+            for comm in (group._all_gather_comm, group._reduce_scatter_comm)
+        ),
         "a shard_placement_fn": any(p.fsdp_placement != Shard(0) for p in parameters),
         "parameters with all-gather extensions": any(
             hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in parameters
@@ -499,21 +517,48 @@ def distributed_data_parallel(model: DistributedDataParallel, prefix: str) -> Sh
 
 @contextmanager
 def without_collectives(root: torch.nn.Module) -> Iterator[None]:
-    """Have FSDP2's hooks cast inputs and results only: parameters are gathered already.
+    """Have FSDP2's hooks leave parameters as they are: these are gathered already.
 
-    Hooks that find their state in a backward pass leave parameters as they are.
+    Inputs and results are cast, and gradients of inputs are summed in FSDP2's order.
     """
     states = _states_of(root)
     kept = [(s, s._training_state, s._fsdp_param_groups) for s in states]
     try:
-        for state, training, _ in kept:
+        for state, training, groups in kept:
+            # In this state hooks only cast.
             state._training_state = type(training).PRE_BACKWARD
             state._fsdp_param_groups = []
+            state._cast_forward_inputs = partial(_cast_and_join, state, groups)
         yield
     finally:
         for state, training, groups in kept:
+            vars(state).pop("_cast_forward_inputs", None)
             state._training_state = training
             state._fsdp_param_groups = groups
+
+
+class _Gathered:
+    """In place of one of FSDP2's groups of parameters, whose backward pass is over."""
+
+    def post_backward(self) -> None:
+        """Leave gradients as they are."""
+
+
+def _cast_and_join(
+    state: Any, groups: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast a module's inputs, and join their gradients at one place, as FSDP2 does.
+
+    It learns there when the backward pass of the module is over. So what the module
+    contributes to a gradient is summed before the contributions of others.
+    """
+    args, kwargs = type(state)._cast_forward_inputs(state, args, kwargs)
+    # Of several modules with one state, this is done for the first that runs.
+    if len(state._modules_to_run_forward) in (0, len(state._modules)):
+        for group in groups:
+            join = type(group)._register_post_backward_hook
+            args, kwargs = join(_Gathered(), args, kwargs)
+    return args, kwargs
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -538,6 +583,7 @@ _FINISH = "_mucudnn_finish"
 """Attribute of a result: completes the collective."""
 
 
+@cache  # costs are remembered by function
 def started(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a collective between CPUs that runs on until `finished` gets its result.
 
@@ -649,17 +695,41 @@ def reordered(
     pass: all parameters and gradients would be in memory at once.
     """
     nodes = list(graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    key = {node: (i, 1, i) for node, i in place.items()}
-    for node in reversed(nodes):
-        if node.name in gathers and node.users:
-            at = min(key[user][0] for user in node.users)
-            key[node] = (at, 0, place[node])
-    for node in nodes:
-        if node.name in sums and node.all_input_nodes:
-            at = max(key[given][0] for given in node.all_input_nodes)
-            key[node] = (at, 2, place[node])
     (output,) = graph.find_nodes(op="output")
-    for node in sorted(nodes, key=key.__getitem__):
+    edges = [
+        (given.name, node.name) for node in nodes for given in node.all_input_nodes
+    ]
+    for node in in_use_order(nodes, edges, gathers, sums):
         if node is not output:
             output.prepend(node)
+
+
+def in_use_order(
+    nodes: Sequence[N],
+    edges: Iterable[tuple[str, str]],
+    gathers: Container[str],
+    sums: Container[str],
+) -> list[N]:
+    """Return nodes with gathers right before their readers, and sums behind producers.
+
+    Args:
+        nodes: Nodes in a valid order, but for gathers and sums.
+        edges: Names of nodes and of a node that reads each.
+        gathers: Names of nodes that move.
+        sums: Names of others that move.
+    """
+    readers, producers = defaultdict(list), defaultdict(list)
+    for given, reader in edges:
+        readers[given].append(reader)
+        producers[reader].append(given)
+    place = {node.name: i for i, node in enumerate(nodes)}
+    key = {name: (i, 1, i) for name, i in place.items()}
+    for name in reversed(place):
+        if name in gathers and readers[name]:
+            at = min(key[reader][0] for reader in readers[name])
+            key[name] = (at, 0, place[name])
+    for name in place:
+        if name in sums and producers[name]:
+            at = max(key[given][0] for given in producers[name])
+            key[name] = (at, 2, place[name])
+    return sorted(nodes, key=lambda node: key[node.name])

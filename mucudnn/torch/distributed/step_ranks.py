@@ -38,7 +38,7 @@ from mucudnn.torch.distributed.sharding import (
     is_collective,
     sharding_of,
 )
-from mucudnn.torch.lowering.lowered import Lowered
+from mucudnn.torch.lowering.lowered import Lowered, NotCompiledError
 
 T = TypeVar("T")
 
@@ -95,6 +95,23 @@ class StepRanks:
             dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._together.group)
         least, most = votes.tolist()
         return bool(least == -most != _NONE)
+
+    def compiled(self, compile_own: Callable[[], Lowered]) -> Lowered:
+        """Return this rank's step with compiled passes, if all ranks can compile them.
+
+        Raises:
+            NotCompiledError: This rank, or another one, cannot.
+            RankLostError: Another rank has failed.
+        """
+        found, error = None, NotCompiledError("another rank cannot compile it")
+        with ending_together(self._together):
+            try:
+                found = compile_own()
+            except NotCompiledError as e:
+                error = e
+        if self.agree(None if found is None else 0) and found is not None:
+            return found
+        raise error
 
     def measure(self, lowered: Lowered, known: KnownCosts) -> None:
         """Measure a step's collectives, the same on all ranks, on all of them at once.

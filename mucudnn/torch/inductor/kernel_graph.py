@@ -8,7 +8,7 @@ training step, whose update stays operation by operation, each behind its gradie
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -21,6 +21,7 @@ from mucudnn.ir.tensor import Role, TensorSpec
 from mucudnn.ir.traits import NodeTraits
 from mucudnn.torch.capture.joint import tensor_in
 from mucudnn.torch.capture.step import CapturedStep
+from mucudnn.torch.distributed.sharding import in_use_order
 from mucudnn.torch.inductor.compiling import (
     CompiledStep,
     check_compiler,
@@ -522,14 +523,32 @@ def lower_step(
             # The gradient of a parameter that is added to the loss, too.
             seeds = (n for n in both.gradients if not n.users.keys() <= {*both.nodes})
             made.update((seed, seed.name) for seed in seeds)
-    rest = lower(_rest(captured, passes, made, kernels), lambda _: Phase.UPDATE)
+    gathered = list(
+        dict.fromkeys(
+            node
+            for both in passes
+            for node in both.inputs
+            if node.name in captured.exchanges
+        )
+    )
+    module = _rest(captured, passes, made, kernels, gathered)
+    rest = lower(module, partial(_phase_of_rest, captured))
+    results, ahead = rest.results[len(gathered) :], rest.results[: len(gathered)]
     count = len(captured.names)
-    rest = compile_updates(rest, rest.inputs[:count], captured.backward, sizes)
+    if captured.sharding is None or captured.sharding.is_even:
+        # Uneven parts of a parameter may be compiled on some ranks and not on others.
+        rest = compile_updates(
+            rest,
+            rest.inputs[:count],
+            captured.backward | captured.exchanges,
+            sizes,
+        )
     # One graph of both. Results of the passes are inputs of the rest, and two
     # placeholders may be one tensor.
     names = [node.name for node in captured.module.graph.find_nodes(op="placeholder")]
     equal = [*zip(names, rest.inputs, strict=False)]
     equal += zip(rest.inputs[count:], made.values(), strict=True)
+    equal += ((node.name, name) for node, name in zip(gathered, ahead, strict=True))
     renamed = {
         given: name
         for given, name in equal
@@ -552,6 +571,7 @@ def lower_step(
         )
         for node in (*kernels.nodes, *rest.graph.nodes)
     ]
+    nodes = _exchanged_in_time(nodes, captured)
     constants = {
         node.name: tensor_of(node)
         for both in passes
@@ -561,7 +581,6 @@ def lower_step(
     for name in (node.name for both in passes for node in both.gradients):
         at = kernels.layouts[name]
         constants[name] = torch.ones(at.shape, dtype=at.dtype, device=at.device)
-    results = tuple(map(named, rest.results))
     return joined(
         tensors,
         nodes,
@@ -570,10 +589,26 @@ def lower_step(
             {**kernels.calls, **rest.calls},
             {**kernels.layouts, **rest.layouts},
             tuple(rest.inputs[:count]),
-            results,
+            tuple(map(named, results)),
             {**rest.constants, **constants},
         ),
     )
+
+
+def _phase_of_rest(captured: CapturedStep, node: str) -> Phase:
+    """Return the phase of a node outside of the passes."""
+    if node not in captured.exchanges:
+        return Phase.UPDATE
+    return Phase.BACKWARD if node in captured.backward else Phase.FORWARD
+
+
+def _exchanged_in_time(nodes: Sequence[Node], captured: CapturedStep) -> list[Node]:
+    """Move gathers right before the kernels that read them, and sums behind others."""
+    made = {name: node.name for node in nodes for name in node.outputs}
+    edges = [(made[t], n.name) for n in nodes for t in n.inputs if t in made]
+    moving = {n.name for n in nodes} & captured.exchanges
+    sums = moving & captured.backward
+    return in_use_order(nodes, edges, moving - sums, sums)
 
 
 def joined(
@@ -617,7 +652,7 @@ def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
             node.users
         ):
             decided.add(node)
-    members -= decided
+    members = {n for n in members - decided if n.name not in captured.exchanges}
     nodes = [n for n in graph.nodes if n in members and n.op == "call_function"]
     # Views of inputs, and numbers from them, are part of every pair that reads them.
     views: set[torch.fx.Node] = set()
@@ -633,7 +668,8 @@ def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
     pairs: list[list[torch.fx.Node]] = []
     behind = True
     first: dict[torch.fx.Node, int] = {}
-    sums: set[torch.fx.Node] = set()
+    exchanges = {node for node in graph.nodes if node.name in captured.exchanges}
+    sums = {node for node in exchanges if node.name in captured.backward}
     for node in nodes:
         was, behind = behind, node.name in captured.backward
         if was and not behind:
@@ -657,7 +693,7 @@ def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
     static = frozenset(placeholders[:own])
     outside = {n for n in graph.nodes if n not in members or n in sums}
     found: list[Passes] = []
-    known: set[torch.fx.Node] = set()
+    known = exchanges - sums  # gathered ahead of all passes
     for i, pair in enumerate(pairs):
         seed = next((n for n in pair if n.name in captured.backward), None)
         if seed is None or seed.target is not torch.ops.aten.ones_like.default:
@@ -722,15 +758,26 @@ def _is_number(node: torch.fx.Node) -> bool:
     )
 
 
+def _can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Return whether a tensor has another shape without a copy."""
+    try:
+        tensor.view(shape)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def _rest(
     captured: CapturedStep,
     passes: Sequence[Passes],
     made: Mapping[torch.fx.Node, str],
     kernels: KernelGraph,
+    gathered: Sequence[torch.fx.Node],
 ) -> torch.fx.GraphModule:
     """Return the step without its passes, whose results are its last inputs.
 
-    Values are computed again: gradients have the strides that Inductor chose.
+    Its first results are those that the passes need of it. Values are computed again:
+    gradients have the strides that Inductor chose.
     """
     nodes = captured.module.graph.nodes
     placeholders = captured.module.graph.find_nodes(op="placeholder")
@@ -742,9 +789,8 @@ def _rest(
     every = (n for both in passes for n in (*both.nodes, *both.gradients))
     skipped = {node for node in every if not _is_number(node)}
     for node in reversed(nodes):
-        if (returns_view(node.target) or _is_number(node)) and skipped.issuperset(
-            node.users
-        ):
+        unread = node not in gathered and skipped.issuperset(node.users)
+        if unread and (returns_view(node.target) or _is_number(node)):
             skipped.add(node)  # nothing else reads it
     for node in (*placeholders, *made):
         value = node.meta.get("val")
@@ -761,6 +807,10 @@ def _rest(
     for node in nodes:
         if node in copied or node in skipped:
             continue
+        if node.op == "output":
+            results = torch.fx.map_arg(node.args[0], copied.__getitem__)
+            graph.output([*map(copied.__getitem__, gathered), *results])
+            continue
         copied[node] = graph.node_copy(node, copied.__getitem__)
         value = node.meta.get("val")
         leaves = pytree.tree_leaves(value)
@@ -770,8 +820,11 @@ def _rest(
             args, kwargs = torch.fx.map_arg(
                 (node.args, dict(node.kwargs)), values.__getitem__
             )
+            function = node.target
+            if function is torch.ops.aten.view.default and not _can_view(*args):
+                function = copied[node].target = torch.ops.aten._reshape_copy.default
             with mode, torch.no_grad():
-                value = node.target(*args, **kwargs)
+                value = function(*args, **kwargs)
         elif node.op == "get_attr":
             value = tensor_of(node)
         copied[node].meta = {**node.meta, "val": value}
