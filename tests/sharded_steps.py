@@ -121,6 +121,10 @@ def inner_only(model):
     return model
 
 
+def finding_unused(model):
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
 def adamw(parameters):
     return torch.optim.AdamW(parameters, 1e-2)
 
@@ -147,13 +151,13 @@ CASES = {
     "clipped": (layered, sharded, adamw, {"clip_norm": 0.5}),
     "ddp": (layered, DistributedDataParallel, adamw, {"budget": "90%"}),
     "ddp clipped": (layered, DistributedDataParallel, momentum, {"clip_norm": 0.5}),
-    "ddp normalized": (normalized, DistributedDataParallel, adamw, {}),
-    "ddp unused": (
-        Partly,
-        lambda m: DistributedDataParallel(m, find_unused_parameters=True),
+    "ddp normalized": (
+        normalized,
+        DistributedDataParallel,
         adamw,
-        {},
+        {"budget": "80%", "offload_state": True},
     ),
+    "ddp unused": (Partly, finding_unused, adamw, {}),
 }
 
 
@@ -333,6 +337,7 @@ def compiled():
         (layered, sharded, {"budget": "90%", "accumulate": 2}),
         (normalized, DistributedDataParallel, {}),
         (Conv, DistributedDataParallel, {}),
+        (Partly, finding_unused, {}),
     ):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -350,14 +355,16 @@ def compiled():
             if wrap is DistributedDataParallel:
                 for buffer in whole.buffers():
                     dist.broadcast(buffer, 0)
-            summed = [0.0 for _ in whole.parameters()]
+            summed = {}
             for rows in zip(x.chunk(count), y.chunk(count), strict=True):
                 whole.zero_grad()
                 (loss_of(*rows) / count).backward()
-                for i, parameter in enumerate(whole.parameters()):
-                    dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
-                    summed[i] += parameter.grad
-            for parameter, gradient in zip(whole.parameters(), summed, strict=True):
+                for parameter in whole.parameters():
+                    if parameter.grad is not None:
+                        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+                        before = summed.get(parameter, 0.0)
+                        summed[parameter] = before + parameter.grad
+            for parameter, gradient in summed.items():
                 parameter.grad = gradient
             theirs[1].step()
             torch.set_rng_state(state)
@@ -466,6 +473,7 @@ def refused():
         "batch": message_of(lambda: fits(*uneven)),
         "optimizer": message_of(lambda: step(optimizer=adafactor)(x, y)),
         "split": message_of(lambda: step(split="auto")),
+        "state": message_of(lambda: step(offload_state=True)),
         "verify": message_of(lambda: step(verify=1)),
         "offload": message_of(lambda: step(wrap=offloaded)),
         "gathered": message_of(lambda: step(wrap=gathered)),

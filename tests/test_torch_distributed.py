@@ -316,6 +316,7 @@ def test_what_goes_on_around_steps_is_seen(feature, results):
         ("batch", "[64, 6], float32 [64, 3] on rank 0, a batch of float32 [65, 6]"),
         ("optimizer", "Adafactor may need whole parameters"),
         ("split", "split='auto' is not supported for a model of several ranks"),
+        ("state", "offload_state=True is not supported for a model of several ranks"),
         ("verify", "verify=1 is not supported for a model of several ranks"),
         ("offload", "fully_shard with CPUOffloadPolicy"),
         ("gathered", "fully_shard with set_reshard_after_backward(False)"),

@@ -302,7 +302,8 @@ def train_step(
     if sharding is not None:
         given = {
             "tuner": tuner,
-            "offload_state": options.offload_state,
+            # FSDP2 has further references to the memory of shards.
+            "offload_state": options.offload_state and sharding.kind == "fsdp",
             "split": split != WHOLE and split,
             "tiers": tiers,
             "verify": verify,

@@ -696,9 +696,7 @@ def reordered(
     """
     nodes = list(graph.nodes)
     (output,) = graph.find_nodes(op="output")
-    edges = [
-        (given.name, node.name) for node in nodes for given in node.all_input_nodes
-    ]
+    edges = ((given.name, n.name) for n in nodes for given in n.all_input_nodes)
     for node in in_use_order(nodes, edges, gathers, sums):
         if node is not output:
             output.prepend(node)

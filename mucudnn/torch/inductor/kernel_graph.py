@@ -671,6 +671,8 @@ def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
     exchanges = {node for node in graph.nodes if node.name in captured.exchanges}
     sums = {node for node in exchanges if node.name in captured.backward}
     for node in nodes:
+        if node in views:
+            continue
         was, behind = behind, node.name in captured.backward
         if was and not behind:
             pairs.append([])
@@ -678,8 +680,6 @@ def _passes_of(captured: CapturedStep, own: int) -> list[Passes]:
         if not pairs:
             raise NotCompiledError("the backward pass comes first")
         parts = node.all_input_nodes
-        if node in views:
-            continue
         if behind and any(n in sums or first.get(n, i) < i for n in parts):
             sums.add(node)
             continue
