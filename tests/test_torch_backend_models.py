@@ -153,6 +153,10 @@ views that are returned
     | wide, some, given = call(x)
     ; assert memory_of(given) == memory_of(x) != memory_of(some) == memory_of(wide)
     ; (wide.square().mean() + some.sum()).backward(); (wide, some, given)
+one result twice, as distributions return their parameters
+    | y = m.second(m.hidden(x)); (y, torch.broadcast_tensors(y, y * 2)[0])
+    | one, other = call(x); (one.tanh().sum() + other.square().sum()).backward()
+    ; (one, other)
 gradients of several backward passes
     | m.second(functional.dropout(m.hidden(x))).square().mean()
     | losses = [call(x * k) for k in (1, 2, 3)]
@@ -182,6 +186,21 @@ def memory_of(tensor):
 @pytest.mark.parametrize("name", RUNS)
 def test_results_of_a_model_are_those_of_eager_mode(name):
     check_against_eager(*RUNS[name](), measured=False)
+
+
+def test_inputs_of_one_memory_may_be_apart_later():
+    x, other = torch.randn(2, 4, 6)
+    layer = nn.Linear(6, 3)
+    call = torch.compile(lambda a, b: layer(a) * b.sum(), backend=mt.backend())
+    for given in ((x, x.detach()), (x, other), (x[1:], x[1:].detach()), (x[1:], x)):
+        wanted = layer(given[0]) * given[1].sum()
+        found = call(*given)
+        assert torch.equal(found, wanted)
+        gradients = [
+            torch.autograd.grad(out.square().sum(), layer.weight)[0]
+            for out in (wanted, found)
+        ]
+        assert torch.equal(*gradients)
 
 
 def test_autocast_around():

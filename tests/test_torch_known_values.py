@@ -41,6 +41,12 @@ def written_by_rows(y, t):
     return (found + y).square().mean()
 
 
+def written_at_classes(y, t):
+    wanted = torch.zeros_like(y)
+    wanted[t > 0, t[t > 0]] = 1.0
+    return functional.binary_cross_entropy_with_logits(y, wanted)
+
+
 def by_classes(y, t):
     classes, inverse, counts = t.unique(return_inverse=True, return_counts=True)
     sums = y.new_zeros(len(classes), 3).index_add(0, inverse, y)
@@ -100,8 +106,9 @@ def by_one_mask_often(y, t):
 
 PROGRAMS = (
     by_a_mask_from_outside, by_one_mask_often,
-    by_mask, selected, by_places, written_by_rows, by_classes, in_parts,
-    up_to_a_number, repeated, one_by_one, of_what_was_found, over_pairs, guarded,
+    by_mask, selected, by_places, written_by_rows, written_at_classes,
+    by_classes, in_parts, up_to_a_number, repeated, one_by_one, of_what_was_found,
+    over_pairs, guarded,
 )  # fmt: skip
 
 TARGETS = ((0, 1, 2, -1, 2, 1), (2, 1, 0, 1, -1, 2), (1, 1, -1, -1, 1, 0))

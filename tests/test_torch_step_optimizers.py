@@ -214,6 +214,21 @@ def test_the_least_budget_has_room_for_state_that_the_first_step_makes(name):
     assert step.plan.peak_bytes <= budget
 
 
+@pytest.mark.parametrize("eager_steps", [0, 1])
+def test_a_plan_made_before_the_first_step_serves_no_later_one(eager_steps):
+    losses = []
+    for ours in (False, True):
+        with built(training_of(OPTIMIZERS["sgd_dampened"]), 0) as training:
+            step, batch = new_step(training, {}), training.batches[0]
+            if ours:
+                step.prepare(*batch)
+            for number in range(4):
+                run = step if ours and number >= eager_steps else None
+                loss = run(*batch) if run else eager_step(training, batch)
+                losses.append(loss.item())
+    assert losses[:4] == losses[4:]
+
+
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
 def test_fused_optimizers_update_by_their_own_kernels(kind):
     outcomes = []

@@ -3,6 +3,7 @@
 import logging
 import re
 import threading
+from dataclasses import make_dataclass
 from functools import partial
 
 import pytest
@@ -282,6 +283,23 @@ def test_parts_of_a_batch_are_accumulated(size, parts):
     assert mine[1].num_batches_tracked == 3 * parts
 
 
+def test_saved_tensors_may_have_no_elements():
+    def step_of(budget):
+        torch.manual_seed(0)
+        layers = nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
+        bag = nn.EmbeddingBag(20, 8, mode="sum")
+        model = nn.Sequential(bag, *layers, nn.Linear(64, 3))
+        loss_fn = functional.cross_entropy
+        return mt.train_step(model, loss_fn, sgd(model), budget=budget, cache=None)
+
+    batch = torch.arange(128).view(64, 2) % 20, torch.arange(64) % 3
+    free, least = step_of(None), least_bytes(step_of(1024).prepare, *batch)
+    wanted = free(*batch)
+    between = step_of((least + free.plan.peak_bytes) // 2)
+    assert between(*batch) == wanted
+    assert between.plan.peak_bytes < free.plan.peak_bytes
+
+
 def test_parts_of_a_batch_leave_and_come_back():
     def step_of(budget):
         torch.manual_seed(0)
@@ -340,6 +358,17 @@ class Two(nn.Module):
         return found
 
 
+class Both(nn.Module):
+    """A module that takes all inputs of another one as one argument."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, several):
+        return self.model(*several)
+
+
 def test_a_batch_has_many_forms():
     def fresh():
         torch.manual_seed(0)
@@ -377,6 +406,21 @@ def test_a_batch_has_many_forms():
         step(x=x, other=other, labels=3.0)
     with pytest.raises(TypeError, match="without a batch"):
         step()
+    model, optimizer = fresh()
+    step = mt.train_step(Both(model), of_labels, optimizer, cache=None)
+    with pytest.raises(TypeError) as caught:
+        step((x, other, y))
+    assert "step(((x, y),))" in caught.value.__notes__[0]
+    assert step(((x, other, y),)).item() == first.item()
+    Target = make_dataclass("Target", [("values", torch.Tensor)])
+    model, optimizer = fresh()
+    step = mt.train_step(
+        model, lambda out, y: of_target(out, y.values), optimizer, cache=None
+    )
+    with pytest.raises(TypeError, match=r"torch\.export\.register_dataclass\(cls\)"):
+        step((x, other), Target(y))
+    torch.export.register_dataclass(Target)
+    assert step((x, other), Target(y)).item() == first.item()
 
 
 def test_a_compiled_loop_calls_a_step_as_it_is():

@@ -583,6 +583,14 @@ def unbiased(layer: nn.Linear, out: torch.Tensor) -> torch.Tensor:
     return out + layer.bias if isinstance(layer.bias, nn.Parameter) else out
 
 
+def of_covariance(covariance: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    mean = torch.zeros(2)
+    normal = torch.distributions.MultivariateNormal(
+        mean, covariance, validate_args=True
+    )
+    return normal.log_prob(drawn).unsqueeze(1)
+
+
 READS = MODULES.replace("{optimizer}", "optimizer=sgd(m), ")
 
 PROGRAMS.table(globals(), READS, "attributes result change")("""
@@ -626,6 +634,11 @@ trained_number_of_another_model_is_read
     | m.others[0].data.add_(1.0) | is_planned
 parameter_is_lent_to_the_step
     | last=nn.Linear(4, 4) | unbiased(s.last, out) | | is_planned
+covariance_is_checked
+    | | out * of_covariance(out[:2, :2] @ out[:2, :2].T + torch.eye(2), out[:, :2])
+    | | is_planned
+load_of_experts_is_read
+    | load=nn.Buffer(torch.zeros(4)) | out * torch.exp(-s.load) | | is_planned
 products_with_a_number_round_otherwise_in_place
     | | (out.bfloat16().abs() ** 1.7).float() | | is_planned
 """)

@@ -213,13 +213,28 @@ def view_of_fake(base: FakeTensor, like: FakeTensor) -> FakeTensor:
 
 
 def refresh_values(module: torch.fx.GraphModule) -> None:
-    """Recompute fake values of a graph whose views do not share their base's storage.
+    """Recompute fake values of a joint graph whose storages are not as in every run.
 
     Dynamo turns Python numbers that change from call to call into tensors, without
-    updating the values of the nodes computed from them.
+    updating the values of the nodes computed from them. Tangents of results that share
+    memory have one fake storage, but are different tensors; inputs that are the same
+    tensor in the first run may be different ones later.
     """
-    if any(map(_is_stale_view, module.graph.nodes)):
-        given = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+    nodes = module.graph.find_nodes(op="placeholder")
+    seen: set[Any] = set()
+    shared = False
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            layout = value.shape, value.stride(), value.storage_offset()
+            place = storage_of(value), () if "tangents" in node.name else layout
+            if place in seen:
+                shared = True
+                size = value.untyped_storage().nbytes() // value.itemsize
+                node.meta["val"] = value.new_empty(size).as_strided(*layout)
+            seen.add(place)
+    if shared or any(map(_is_stale_view, module.graph.nodes)):
+        given = [node.meta.get("val") for node in nodes]
         tensors = (value for value in given if isinstance(value, FakeTensor))
         mode = next(tensor.fake_mode for tensor in tensors)
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*given)

@@ -155,7 +155,7 @@ class _Eviction:
         }
         for storage, use in ready.uses.items():
             gaps = ready.swaps.get(storage, ())
-            if not _idle(use, gaps, self._node, count):
+            if not use.nbytes or not _idle(use, gaps, self._node, count):
                 continue
             name, nbytes = of_storage.get(storage), use.nbytes
             if name is not None:

@@ -473,8 +473,11 @@ def _indices(shapes: KnownShapes, given: Sequence[Any]) -> list[Any] | None:
 def _is_row_by_row(
     shapes: KnownShapes, tensor: torch.Tensor, indices: Any, values: torch.Tensor
 ) -> bool:
-    """Return whether values are written that have one row for each true element."""
-    masks = [i for i in indices if isinstance(i, torch.Tensor) and i.dtype in _MASKS]
+    """Return whether a write has one row, or index, for each true element of a mask."""
+    tensors = [i for i in indices if isinstance(i, torch.Tensor)]
+    masks = [i for i in tensors if i.dtype in _MASKS]
+    if masks and any(i.dtype not in _MASKS and i.numel() > 1 for i in tensors):
+        return True
     if len(masks) != 1 or values.dim() != tensor.dim() - masks[0].dim() + 1:
         return False
     place = [index is masks[0] for index in indices].index(True)

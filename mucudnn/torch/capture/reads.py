@@ -211,6 +211,9 @@ _OUTSIDE: Mapping[int, str] = {
 """Names of these functions and classes by identity: a step may have them under other
 names, as after `from os.path import exists`."""
 
+_LOAD = torch.load.__code__
+"""The code of `torch.load`, which opens a file in C++."""
+
 _ASKS_UNSEEN = frozenset({"__subclasses__", "locked"})
 """Names of methods that read what no note shows."""
 
@@ -1067,6 +1070,8 @@ class ReadRecorder:
             return
         self._ran.add(id(code))
         self._alive.append(code)  # so that no other code gets its identity
+        if code is _LOAD:
+            self._may_run_once(f"it calls load(){line_now()}")
         is_own = id(code) in self._within and not is_library_file(code.co_filename)
         if is_own and code in _names_in(code).comparing_classes:
             self._refuse_comparison(code)
@@ -1192,7 +1197,9 @@ class ReadRecorder:
             self._note(Kind.ENTRY, held, text, f"{module.__name__}.{text}")
         if module.__name__ in _TELLS_TIME and any(callable(held[n]) for n in named):
             self._may_run_once(f"it uses {module.__name__}.{named[0]}{where}")
-        if asking := _ASKS_OUTSIDE.get(module.__name__, frozenset()) & names.texts:
+        asking = _ASKS_OUTSIDE.get(module.__name__, frozenset()) & names.texts
+        # A watched call of `torch.load` is seen: other objects have a `load`, too.
+        if asking and (module is not torch or self._all_run):
             self._may_run_once(f"it calls {min(asking)}(){where}")
         if module is logging:
             self._take(logging.root, "the root logger")

@@ -23,6 +23,7 @@ from torch._subclasses.functional_tensor import (
     FunctionalTensor,
     disable_functional_mode,
 )
+from torch.distributions import constraints
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
@@ -385,7 +386,12 @@ class StepFunctions(TorchFunctionMode):  # type: ignore[misc]  # no types here
             return torch.scalar_tensor(args[0], **kwargs)
         if func is functional.batch_norm:
             return func(*args, **self._averages.called(kwargs))
-        if func is torch._is_all_true:  # by which distributions check their arguments
+        # By these, distributions check their arguments, and branch on the result.
+        if func is torch._is_all_true or (
+            func is torch.Tensor.all
+            and len(args) + len(kwargs) == 1
+            and sys._getframe(1).f_globals is vars(constraints)
+        ):
             torch._assert_async(args[0].all(), _OUTSIDE)
             return True
         if func is functional.gaussian_nll_loss:

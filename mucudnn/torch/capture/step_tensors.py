@@ -79,7 +79,8 @@ class Batch:
                 raise TypeError(
                     f"the batch has a {type(leaf).__name__}; it must contain tensors "
                     "only, as in step(x, y), step((x1, x2), y) or step(**batch); "
-                    "pass a number that changes between steps as torch.tensor(number)"
+                    "pass a number that changes between steps as torch.tensor(number); "
+                    "register a dataclass by torch.export.register_dataclass(cls)"
                 )
         tensors = tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
         leaves = tuple(None if isinstance(v, torch.Tensor) else (v,) for v in flat)
@@ -191,7 +192,8 @@ def called(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if len(args) == 1 and isinstance(args[0], tuple | list | Mapping):
             e.add_note(
                 "the step was given one argument, which is the model's input; pass the "
-                "arguments of loss_fn after it: step(x, y), not step((x, y))"
+                "arguments of loss_fn after it: step(x, y), not step((x, y)); a model "
+                "that takes a tuple as one argument is given step(((x, y),))"
             )
         raise
 
@@ -603,13 +605,16 @@ class LiveParts:
                 if isinstance(value, list) and (key == "params" or recorded):
                     self._note(Kind.CONTENTS, value, None, label)
             for parameter in group["params"] if recorded else ():
-                self._read_state(self._optimizer.state.get(parameter), i)
+                self._read_state(parameter, i)
 
-    def _read_state(self, state: Any, group: int) -> None:
+    def _read_state(self, parameter: torch.Tensor, group: int) -> None:
+        state = self._optimizer.state.get(parameter)
         if state is None:
             return
         label = f"the optimizer's state in group {group}"
         self._note(Kind.SIZE, state, None, label)
+        if not state:  # another dict may take the place of an empty one
+            self._note(Kind.ENTRY, self._optimizer.state, parameter, label)
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 self._note(Kind.ENTRY, state, key, f"{key!r} of {label}")
