@@ -540,3 +540,9 @@ def test_a_common_unit_changes_nothing_but_the_sizes(batch, unit, data):
 def test_what_is_not_a_list_of_problems_is_refused(ask, given, words):
     with pytest.raises(TypeError, match=words):
         getattr(tuner(), ask)(given)
+
+
+@pytest.mark.parametrize("ask", ["adopt", "explain"])
+def test_what_is_not_a_plan_is_refused(ask):
+    with pytest.raises(TypeError, match="plan must be a ConvPlan"):
+        getattr(tuner(), ask)(problem(8))

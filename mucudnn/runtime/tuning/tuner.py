@@ -338,6 +338,7 @@ class Tuner:
 
     def explain(self, plan: ConvPlan) -> str:
         """Explain in words why a plan was chosen under its limit."""
+        check_type("plan", plan, ConvPlan, "a ConvPlan")
         limit = plan.workspace_limit
         limits = self._limits if limit is None else self._limits.including(limit)
         table = self.measure(plan.problem, limits=limits)
@@ -375,6 +376,7 @@ class Tuner:
 
     def adopt(self, plan: ConvPlan) -> BoundPlan:
         """Use `plan` for its problem from now on (planned ahead, or by hand)."""
+        check_type("plan", plan, ConvPlan, "a ConvPlan")
         restore_plans(self.backend, self.cache, plan)
         with self._lock.value:
             if (known := self.bound.get(plan.problem)) is not None:
