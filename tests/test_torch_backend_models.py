@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint  # noqa: F401  (in a row)
 
 import mucudnn.torch as mt
-from mucudnn.errors import PlanningError
+from mucudnn.errors import PlanningError, UnsupportedError
 from tests.torch_backends import WithLoss, check_against_eager
 from tests.torch_marks import COMPILED
 from tests.torch_programs import rows_of
@@ -426,3 +426,15 @@ def test_a_backend_without_parentheses():
     call = torch.compile(WithLoss(model, loss_fn), backend=mt.backend)
     with pytest.raises(TypeError, match=r"backend=mt\.backend\(budget=\.\.\.\)"):
         call(*batch)
+
+
+def test_an_assignment_to_data_is_refused_with_its_line():
+    def forward(model, x):
+        with torch.no_grad():
+            model.second.weight.data = 0.9 * model.second.weight.data
+        return model.first(x)
+
+    call = torch.compile(Model(forward), backend=mt.backend(cache=None))
+    words = r"to \.data of an input \(.*test_torch_backend_models\.py:\d+.*no_grad"
+    with pytest.raises(UnsupportedError, match=words):
+        call(torch.randn(2, WIDTH))

@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mucudnn.errors import MucudnnError, PlanningError
+from mucudnn.errors import MucudnnError, PlanningError, UnsupportedError
 from mucudnn.ir.sizes import exact_bytes, format_bytes
 from mucudnn.runtime.environment import USERS
 from mucudnn.runtime.executor.tiers import TierChoice, parse_tiers
@@ -303,6 +303,16 @@ class CompileBackend:
         self, module: torch.fx.GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Compile one graph."""
+        for node in module.graph.nodes:
+            changed = node.target is torch.Tensor.set_
+            if changed and node.args[0].op == "placeholder":
+                where = line_of_stack(node.meta.get("stack_trace"))
+                return _raiser(
+                    UnsupportedError(
+                        f"a graph assigns to .data of an input{where}; modify the "
+                        "tensor in place, within torch.no_grad()"
+                    )
+                )
         function, number = name_of_graph(module)
         stacks = (node.meta.get("stack_trace") for node in module.graph.nodes)
         line = next(filter(None, map(line_of_stack, stacks)), "")
