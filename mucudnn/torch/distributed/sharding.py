@@ -538,7 +538,7 @@ def without_collectives(root: torch.nn.Module) -> Iterator[None]:
 
 
 class _Gathered:
-    """In place of one of FSDP2's groups of parameters, whose backward pass is over."""
+    """Stand-in for one of FSDP2's groups of parameters, which is gathered already."""
 
     def post_backward(self) -> None:
         """Leave gradients as they are."""
@@ -549,8 +549,8 @@ def _cast_and_join(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast a module's inputs, and join their gradients at one place, as FSDP2 does.
 
-    It learns there when the backward pass of the module is over. So what the module
-    contributes to a gradient is summed before the contributions of others.
+    FSDP2 learns at that place when the backward pass of the module is over. What the
+    module contributes to a gradient is thereby summed before what others contribute.
     """
     args, kwargs = type(state)._cast_forward_inputs(state, args, kwargs)
     # Of several modules with one state, this is done for the first that runs.
@@ -708,7 +708,7 @@ def in_use_order(
     gathers: Container[str],
     sums: Container[str],
 ) -> list[N]:
-    """Return nodes with gathers right before their readers, and sums behind producers.
+    """Return nodes, gathers right before their readers, sums right behind their inputs.
 
     Args:
         nodes: Nodes in a valid order, but for gathers and sums.
