@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -271,6 +271,7 @@ class LoweredStep:
         computed = [inputs[name] for name in inputs if name.startswith("known.")]
         known = sum(rounded(lowered.graph.tensors[name].nbytes) for name in computed)
 
+        @cache  # on several ranks the step asks for its own form, and so does planning
         def compiled(sizes: CompiledSizes, *, tuned: bool) -> Lowered:
             # Inductor is imported where it is used: that takes seconds.
             from mucudnn.torch.inductor.kernel_graph import lower_step

@@ -258,11 +258,11 @@ def train_step(
             eager mode, which runs first, on the same objects, and is undone. Loss,
             extra results, parameters, buffers, the states of optimizer and scaler, and
             the batch must be equal, or within rounding with a tuner, a split,
-            `inductor` or a GRU. With `inductor`, all steps then draw
-            eager mode's random numbers, not those of `torch.compile`. A compared step
-            exceeds the budget: it takes what eager mode needs and a copy of parameters,
-            buffers and optimizer state, then the planned peak and two such copies.
-            None and 0 compare nothing.
+            `inductor` or a GRU. With `inductor`, all steps then draw eager mode's
+            random numbers, not those of `torch.compile`. A compared step exceeds the
+            budget: it takes what eager mode needs and a copy of parameters, buffers and
+            optimizer state, then the planned peak and two such copies. None and 0
+            compare nothing.
         exact: Whether options that a share, "device" or "auto" chooses must leave
             results bit for bit as they are. By default, a share or "device" divides the
             step, or at last compiles it, only where nothing else fits; both change
